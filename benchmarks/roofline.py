@@ -31,7 +31,7 @@ from step import keep_memory, non_private, now, ours_without_noise
 
 from torch_privacy.jacobian.rows import blocks
 from torch_privacy.jacobian.rows.norms import rows_and_norms, squared_norms
-from torch_privacy.jacobian.rows.plan import Budget, Choice, held_bytes
+from torch_privacy.jacobian.rows.plan import Choice, MemoryBudget, held_bytes
 from torch_privacy.jacobian.tape import MEMORY_BUDGET
 from torch_privacy.ops import Method, Op
 from torch_privacy.ops.conv import Conv
@@ -118,10 +118,10 @@ def chosen_ops(name: str, budget: float) -> list[tuple[str, Op, Choice]]:
     step = ours_without_noise(load(name), budget)
     for _ in range(WARM_UP):
         step()
-    reduce, choose = blocks.Block.reduce, Budget.choose
+    reduce, choose = blocks.Block.reduce, MemoryBudget.choose
     made: list[tuple[Op, Choice]] = []
 
-    def note_choice(self: Budget, op: Op) -> Choice:
+    def note_choice(self: MemoryBudget, op: Op) -> Choice:
         made.append((op, choose(self, op)))
         return made[-1][1]
 
@@ -131,11 +131,11 @@ def chosen_ops(name: str, budget: float) -> list[tuple[str, Op, Choice]]:
         found.extend((self.names[0], *pair) for pair in made[before:])
         return held
 
-    Budget.choose, blocks.Block.reduce = note_choice, note_name  # type: ignore[method-assign]
+    MemoryBudget.choose, blocks.Block.reduce = note_choice, note_name  # type: ignore[method-assign]
     try:
         step()
     finally:
-        Budget.choose, blocks.Block.reduce = choose, reduce
+        MemoryBudget.choose, blocks.Block.reduce = choose, reduce
     return found
 
 

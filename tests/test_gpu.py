@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 from trainings import RULES, private_training
 
 import torch_privacy as tp
-from torch_privacy.jacobian.rows.plan import Budget
+from torch_privacy.jacobian.rows.plan import MemoryBudget
 from torch_privacy.noise import Noise, gaussian, grid_unit
 from torch_privacy.noise.chacha import DeviceNormals
 from torch_privacy.ops import gram
@@ -316,7 +316,7 @@ def coarse_products() -> Iterator[None]:
 @pytest.mark.usefixtures("coarse_products")
 def test_no_clipped_gradient_exceeds_the_clip_norm_where_a_gpu_multiplies_coarsely(name, twice, monkeypatch):
     if twice:
-        monkeypatch.setattr(Budget, "wants_second_backward", True)
+        monkeypatch.setattr(MemoryBudget, "wants_second_backward", True)
     model, (x, _), clip_norm = NETWORKS[name][0]().to(GPU), examples(name, 8), 1e-3
 
     def clip(jacobian, group):

@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 from torch_privacy import privacy
 from torch_privacy.experiments.study import Study
 from torch_privacy.privacy.engines.curve import bisect
-from torch_privacy.runs.rows import EXACT, PRIVACY_COLUMNS, Column, Computation, Context, Numbers
+from torch_privacy.runs.rows import EXACT, PRIVACY_COLUMNS, Computation, Context, Numbers, TableColumn
 from torch_privacy_papers.abadi2016.accountant import EPOCHS, NOISE
 from torch_privacy_papers.abadi2016.accountant import PROBABILITY as ABADI_PROBABILITY
 from torch_privacy_papers.bu2020.table1 import DELTA, PROBABILITY, TABLE
 
 CLAIM, VALID, TRUE_DELTA, STATED_DELTA = "claim", "valid", "true_delta", "stated_delta"
 COLUMNS = {
-    CLAIM: Column("eps, claimed", digits=2),
-    VALID: Column("eps, method made valid", digits=2),
+    CLAIM: TableColumn("eps, claimed", digits=2),
+    VALID: TableColumn("eps, method made valid", digits=2),
     EXACT: PRIVACY_COLUMNS[EXACT],
-    STATED_DELTA: Column("delta, claimed", scientific=True),
-    TRUE_DELTA: Column("true delta at the claim", scientific=True),
+    STATED_DELTA: TableColumn("delta, claimed", scientific=True),
+    TRUE_DELTA: TableColumn("true delta at the claim", scientific=True),
 }
 NOTES = (
     "eps, claimed: ours is what the paper's method gives, computed anew; the paper's is the printed number.",
@@ -45,7 +45,7 @@ NOTES = (
 )
 
 
-class Setting(NamedTuple):
+class ClaimedSetting(NamedTuple):
     """A number of equal Poisson-sampled Gaussian steps, and the epsilon that a paper prints for them, if any."""
 
     noise_multiplier: float
@@ -55,8 +55,8 @@ class Setting(NamedTuple):
     printed: float | None = None
 
 
-def _epochs(noise: float, epochs: float, probability: float = PROBABILITY, **more: Any) -> Setting:
-    return Setting(noise, probability, round(epochs / probability), **more)
+def _epochs(noise: float, epochs: float, probability: float = PROBABILITY, **more: Any) -> ClaimedSetting:
+    return ClaimedSetting(noise, probability, round(epochs / probability), **more)
 
 
 CLT_SETTINGS = {
@@ -66,7 +66,7 @@ CLT_SETTINGS = {
     "CLT, sigma 1.06, 20 epochs": _epochs(1.06, 20, printed=1.34),
     "CLT, sigma 0.7, 70 epochs": _epochs(0.7, 70),
     "CLT, sigma 0.638, 70 epochs": _epochs(0.638, 70, printed=8.68),
-    "CLT, one epoch of Figure A.1": Setting(1.1, sqrt(60) * PROBABILITY, 234),
+    "CLT, one epoch of Figure A.1": ClaimedSetting(1.1, sqrt(60) * PROBABILITY, 234),
     "CLT, Abadi's 100 epochs": _epochs(NOISE, 100, ABADI_PROBABILITY),
     "CLT, Abadi's 400 epochs": _epochs(NOISE, 400, ABADI_PROBABILITY),
     "CLT, Adult": _epochs(0.55, 18, 256 / 29_305),
@@ -152,7 +152,7 @@ def two_layers(noise: float, pca_noise: float, epochs: float, printed: float, co
     return _numbers(together, DELTA, claimed, printed, valid)
 
 
-def by_clt(chosen: Setting, context: Context) -> Numbers:
+def by_clt(chosen: ClaimedSetting, context: Context) -> Numbers:
     """Returns the numbers of the central limit theorem."""
     limit = privacy.clt(chosen.noise_multiplier, chosen.probability, chosen.num_steps)
     step = privacy.SubsampledGaussian(chosen.noise_multiplier, chosen.probability)
@@ -175,7 +175,7 @@ def padding_ratio() -> float:
     return sqrt((PADDING**2 + TEXT - PADDING) / TEXT)
 
 
-def one_projection(chosen: Setting, context: Context) -> Numbers:
+def one_projection(chosen: ClaimedSetting, context: Context) -> Numbers:
     """Returns the numbers of norms estimated from one projection."""
     step = privacy.SubsampledJL(chosen.noise_multiplier, 1, chosen.probability)
     return _numbers([(step, chosen.num_steps)], chosen.delta, None, chosen.printed)

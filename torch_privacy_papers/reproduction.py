@@ -25,7 +25,7 @@ from torch_privacy.runs.rows import (
     Number,
     Numbers,
     Row,
-    Training,
+    TrainingRow,
     folder_name,
     rows_folder,
     training_numbers,
@@ -158,7 +158,7 @@ class Reproduction:
         folder.lock()
         return run
 
-    def _settings_asked(self, seed: int, row: Training) -> dict[str, Any]:
+    def _settings_asked(self, seed: int, row: TrainingRow) -> dict[str, Any]:
         """Returns all settings of a row that do not depend on the data, as JSON values."""
         settings = self.study.settings(**{"seed": seed, **row.settings})
         of_data = {"data"} | ({"expected_batch_size"} if self.study.settings_of_data else set())
@@ -190,7 +190,7 @@ class Reproduction:
 
     def beginning(self, job: Job) -> Beginning:
         """Returns how the training of a job begins: folder, and experiment with settings, or None to resume it."""
-        assert isinstance(job.row, Training)
+        assert isinstance(job.row, TrainingRow)
         if job.folder.checkpoint.exists() or job.folder.former_checkpoint.exists():
             return job.folder.path, None, {}
         if job.folder.path.exists():
@@ -206,14 +206,14 @@ class Reproduction:
 
     def _settings_of(self, job: Job) -> dict[str, Any]:
         """Returns the settings of a job's training: seed, data folder, what depends on the data, and the row's own."""
-        assert isinstance(job.row, Training)
+        assert isinstance(job.row, TrainingRow)
         of_data = self.study.settings_of_data(self.data) if self.study.settings_of_data else {}
         return {"seed": job.seed, **({} if self.data is None else {"data": self.data}), **of_data, **job.row.settings}
 
     def _check_rows(self) -> None:
         """Raises a ``ValueError`` if a row was trained with other settings than the table will state."""
         for job in self.jobs():
-            if isinstance(job.row, Training) and job.folder.settings.exists():
+            if isinstance(job.row, TrainingRow) and job.folder.settings.exists():
                 found, asked = job.folder.read_settings(), self._settings_asked(job.seed, job.row)
                 if other := [name for name, value in asked.items() if name not in found or found[name] != value]:
                     raise ValueError(
@@ -263,7 +263,7 @@ class Reproduction:
         if EXACT not in self.study.columns:
             return []
         found = {
-            self.study.settings(**row.settings).delta if isinstance(row, Training) else self.study.delta
+            self.study.settings(**row.settings).delta if isinstance(row, TrainingRow) else self.study.delta
             for row in self.rows()
         }
         return sorted(delta for delta in found if delta is not None)
@@ -284,7 +284,7 @@ class Reproduction:
             content = job.folder.read_results()
             _check_result(job, content)
             numbers = _of_job(job, content)
-            if isinstance(job.row, Training) and self.study.numbers_of is not None:
+            if isinstance(job.row, TrainingRow) and self.study.numbers_of is not None:
                 numbers["numbers"] |= _as_json(self.study.numbers_of(job.folder))
             runs.setdefault(job.row.name, []).append({"seed": job.seed, **numbers})
         own = self.study.own_data(self.data) if self.study.own_data else None

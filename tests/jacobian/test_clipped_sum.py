@@ -9,7 +9,7 @@ from parts import trained
 
 import torch_privacy as tp
 from torch_privacy.jacobian.layouts.known import PROOFS, Layouts, Merging
-from torch_privacy.jacobian.rows.plan import Budget
+from torch_privacy.jacobian.rows.plan import MemoryBudget
 from torch_privacy.jacobian.rows.streamed_sum import SumByBackward
 from torch_privacy.jacobian.tape import Tape
 
@@ -52,7 +52,7 @@ def one_group(model):
 def test_clipped_sum_equals_that_of_the_rows(case, budget, monkeypatch):
     if budget == LEAST:
         monkeypatch.setattr("torch_privacy.jacobian.rows.plan.PORTION_BYTES", 1)  # measured in several portions
-        monkeypatch.setattr(Budget, "wants_second_backward", True)
+        monkeypatch.setattr(MemoryBudget, "wants_second_backward", True)
     model, x, first, last = sums_after_measuring(case, one_group, clip_to(1.0), memory_budget=budget)
     rows = one_backward_per_example(model, x, losses_of)
     expected = tp.Flat(1.0).factors(rows.norm(dim=1)) @ rows
@@ -116,7 +116,7 @@ def test_known_layouts_get_spot_checks(wrong, monkeypatch):
 @pytest.mark.parametrize("bad", [False, True])
 def test_second_backward_if_nothing_is_kept(bad, monkeypatch):
     """A second backward gives the sum after the norms; the rows give it if some are left out."""
-    monkeypatch.setattr(Budget, "wants_second_backward", True)
+    monkeypatch.setattr(MemoryBudget, "wants_second_backward", True)
     model, x = CASES["linear, one position"]()
     dropped, layouts = [], Layouts()
 
@@ -169,7 +169,7 @@ def test_coupled_examples_are_refused_also_after_batches_of_one():
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_no_second_backward_in_half_precision(autocast, monkeypatch):
-    monkeypatch.setattr(Budget, "wants_second_backward", True)
+    monkeypatch.setattr(MemoryBudget, "wants_second_backward", True)
     monkeypatch.setattr(SumByBackward, "__call__", None)  # a call would fail
     dtype, layouts = torch.float32 if autocast else torch.bfloat16, Layouts()
     model = torch.nn.Linear(3, 2, dtype=dtype)

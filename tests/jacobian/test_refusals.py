@@ -10,7 +10,7 @@ from parts import Calls, losses_of, tokens
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian.rows.check import NativeSum, RowCheck
+from torch_privacy.jacobian.rows.check import ProjectedSum, RowCheck
 
 
 def data_mixed_into_weight(m, x):
@@ -184,7 +184,7 @@ def test_rows_in_the_wrong_order_are_refused_although_their_sum_is_right():
         losses = losses_of(model, x)
     jacobian = tape.jacobian(losses, retain_graph=True)
     swapped = jacobian.select(torch.tensor([1, 0]))
-    native = NativeSum.of(losses, tape.parameters, None, 16)
+    native = ProjectedSum.of(losses, tape.parameters, None, 16)
     checks = RowCheck(native, {torch.float64})
     checks.add(jacobian)
     checks.conclude()

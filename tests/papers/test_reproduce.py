@@ -22,16 +22,16 @@ from torch_privacy.report import figures as plots
 from torch_privacy.runs import table
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import Metrics
-from torch_privacy.runs.rows import Column, Computation, Training, folder_name, training_numbers
+from torch_privacy.runs.rows import Computation, TableColumn, TrainingRow, folder_name, training_numbers
 from torch_privacy_papers.catalog import Experiment, Paper
 from torch_privacy_papers.reproduction import Reproduction
 
 PAPER = Paper("Nobody (2000)", "On <nothing>", "nowhere")
 COLUMNS = {
-    "value": Column("value", digits=1),
-    "share": Column("share", digits=1, percent=True),
-    "bracket": Column("bracket"),
-    "unknown": Column("never known"),
+    "value": TableColumn("value", digits=1),
+    "share": TableColumn("share", digits=1, percent=True),
+    "bracket": TableColumn("bracket"),
+    "unknown": TableColumn("never known"),
 }
 OTHER_METHODS = (
     "nearest neighbors", "naive Bayes", "decision tree", "user and film", "user, film and factors", "nearest users"
@@ -75,7 +75,7 @@ def test_experiment_keeps_the_shape_that_all_have(experiment):
         assert len({folder_name(row.name, 0) for row in rows}) == len(rows)
         for row in rows:
             assert set(row.paper) <= set(study.columns)
-            if isinstance(row, Training):
+            if isinstance(row, TrainingRow):
                 assert set(row.settings) <= set(vars(study.settings(**row.settings)))
     assert any(row.paper for row in study.rows(False)) or experiment.name in WITHOUT_NUMBERS
     assert experiment.trains == (study.build_task is not None) == (study.defaults is not None)
@@ -405,12 +405,14 @@ def test_gap_is_the_last_training_score_minus_the_test_score():
 
 
 def test_cell_shows_mean_and_deviation_on_the_safe_side():
-    assert table.cell([1.0, 2.0, 3.0], Column("x", digits=2)) == "2.00 ± 1.00"
-    assert table.cell([2.0, 2.0], Column("x", digits=2)) == "2.00"
-    assert table.cell([{"low": 0.5, "high": 0.5001}, {"low": 0.4901, "high": 0.5}], Column("x")) == "[0.490, 0.501]"
-    assert table.cell([{"low": 0.12345, "high": 0.12346}], Column("x", digits=1, percent=True)) == "[12.3, 12.4] %"
-    assert table.cell([{"low": 1.234e-6, "high": 1.234e-6}], Column("x", scientific=True)) == "[1.23e-6, 1.24e-6]"
-    assert table.cell([None, None], Column("x")) == "-"
+    assert table.cell([1.0, 2.0, 3.0], TableColumn("x", digits=2)) == "2.00 ± 1.00"
+    assert table.cell([2.0, 2.0], TableColumn("x", digits=2)) == "2.00"
+    assert (
+        table.cell([{"low": 0.5, "high": 0.5001}, {"low": 0.4901, "high": 0.5}], TableColumn("x")) == "[0.490, 0.501]"
+    )
+    assert table.cell([{"low": 0.12345, "high": 0.12346}], TableColumn("x", digits=1, percent=True)) == "[12.3, 12.4] %"
+    assert table.cell([{"low": 1.234e-6, "high": 1.234e-6}], TableColumn("x", scientific=True)) == "[1.23e-6, 1.24e-6]"
+    assert table.cell([None, None], TableColumn("x")) == "-"
 
 
 def test_markdown_has_a_line_for_ours_and_one_for_the_paper(tiny, tmp_path):

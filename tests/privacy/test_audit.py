@@ -10,7 +10,7 @@ from scipy.stats import binom, norm
 
 from torch_privacy import privacy
 from torch_privacy.privacy.audit import Audit, audit_scores
-from torch_privacy.privacy.audit_bounds import Errors, Guesses, Plan, gaussian_bound, interpolated, p_value, plan
+from torch_privacy.privacy.audit_bounds import AuditPlan, Errors, Guesses, gaussian_bound, interpolated, p_value, plan
 from torch_privacy.privacy.tradeoff import EpsilonDelta
 
 ONE_GAUSSIAN = privacy.compose([(privacy.Gaussian(1.0), 1)])
@@ -185,5 +185,5 @@ def test_wrong_arguments_are_refused(arguments, options, named):
 def test_a_given_number_of_guesses_is_used():
     audit = audit_scores([3.0, 2.0, 1.0], [2.5, 0.0, -1.0], ONE_GAUSSIAN, num_guesses=(2, 1))
     assert audit.outcome == Guesses(6, 3, 2)
-    assert audit.plan == Plan(2, 1)
+    assert audit.plan == AuditPlan(2, 1)
     assert isinstance(audit, Audit)

@@ -29,7 +29,7 @@ from torch_privacy.tables.bounds import (
     with_margin,
 )
 from torch_privacy.tables.mechanisms import CountNoise
-from torch_privacy.tables.price import Budget
+from torch_privacy.tables.price import LearningBudget
 
 N = 4000
 MUCH = {"epsilon": 20.0, "delta": 1e-6}  # little noise, so that what is found is almost certain
@@ -116,7 +116,7 @@ def test_price_is_within_the_budget_and_nearly_used(learnt):
 @pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 1e-6), (8.0, 1e-9)])
 def test_budget_is_met_from_below(epsilon, delta):
-    budget = Budget.of(open_schema(table(2)), 500, 1, epsilon, delta)
+    budget = LearningBudget.of(open_schema(table(2)), 500, 1, epsilon, delta)
     assert len(budget.events) == 4
     assert 0.9 * epsilon < privacy.compose(budget.events).epsilon_high(delta) <= epsilon
 
@@ -129,7 +129,11 @@ def test_prices_depend_on_schema_and_number_of_rows_alone():
     for rows in (frame, other):
         found = learn(rows, open_schema(frame), epsilon=8.0, delta=1e-5)
         events.append([release.event for release in found.releases])
-    assert events[0] == events[1] == [event for event, _ in Budget.of(open_schema(frame), 500, 1, 8.0, 1e-5).events]
+    assert (
+        events[0]
+        == events[1]
+        == [event for event, _ in LearningBudget.of(open_schema(frame), 500, 1, 8.0, 1e-5).events]
+    )
 
 
 def test_complete_schema_costs_counts_alone():

@@ -52,7 +52,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 
 
 @dataclass(frozen=True)
-class Output:
+class CommandOutput:
     """Holds what a long command is to print."""
 
     quiet: Quiet = False

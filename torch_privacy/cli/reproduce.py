@@ -16,7 +16,7 @@ from rich.text import Text
 
 from torch_privacy.cli._options import with_options
 from torch_privacy.cli._shared import (
-    Output,
+    CommandOutput,
     ResumePath,
     RunPath,
     app,
@@ -105,7 +105,7 @@ def reproduce(
     request: Request,
     run: RunPath = None,
     resume: ResumePath = None,
-    output: Output,
+    output: CommandOutput,
 ) -> None:
     """Reproduce a table or figure of a paper, and show the paper's numbers beside ours.
 
@@ -149,7 +149,7 @@ def _listed() -> Group:
     return Group(table, Text(), Text(hint))
 
 
-def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], output: Output) -> None:
+def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], output: CommandOutput) -> None:
     """Starts a run of an experiment, or resumes one if ``name`` is None, and finishes it unless a signal stops it."""
     # Set before torch is loaded: its profiler would warn about memory from before every measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from torch_privacy.cli._options import Chosen, with_options
-from torch_privacy.cli._shared import Output, RunPath, app, folder_named, naming, print_result, say
+from torch_privacy.cli._shared import CommandOutput, RunPath, app, folder_named, naming, print_result, say
 from torch_privacy.cli.train import KNOWN, train_in
 from torch_privacy.experiments.task import Settings
 
@@ -74,7 +74,7 @@ def search(
     then_train: Train = True,
     chosen: Annotated[dict[str, Any], Chosen(Settings, FIXED)],
     run: RunPath = None,
-    output: Output,
+    output: CommandOutput,
 ) -> None:
     """Choose learning rate, clip norm and batch size, and train with them.
 
@@ -132,7 +132,7 @@ def _search_privately(
     experiment: str,
     candidates: list[dict[str, Any]],
     settings: dict[str, Any],
-    output: Output,
+    output: CommandOutput,
 ) -> None:
     from torch_privacy.experiments.private_search import PrivateSearch
     from torch_privacy.privacy.rounding import round_down, round_up

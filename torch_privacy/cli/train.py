@@ -9,7 +9,7 @@ import typer
 
 from torch_privacy.cli._options import Chosen, with_options
 from torch_privacy.cli._shared import (
-    Output,
+    CommandOutput,
     ResumePath,
     RunPath,
     app,
@@ -45,7 +45,7 @@ def train(
     chosen: Annotated[dict[str, Any], Chosen(Settings)],  # every experiment has its own defaults
     run: RunPath = None,
     resume: ResumePath = None,
-    output: Output,
+    output: CommandOutput,
 ) -> None:
     """Train privately on a table of your own, or on an experiment's data.
 
@@ -80,7 +80,7 @@ def train_in(
     folder: Path,
     experiment: str | None,
     chosen: dict[str, Any],
-    output: Output,
+    output: CommandOutput,
     more: dict[str, Any] | None = None,
 ) -> None:
     """Starts a run, or resumes one if ``experiment`` is None, and finishes it unless a signal stops it.

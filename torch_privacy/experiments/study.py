@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_privacy.experiments.task import Settings, Task
-from torch_privacy.runs.rows import Column, Numbers, Row
+from torch_privacy.runs.rows import Numbers, Row, TableColumn
 
 if TYPE_CHECKING:
     from torch_privacy.privacy import Ledger
@@ -40,7 +40,7 @@ class Study:
         numbers_of: finished run of a training -> further numbers of it, by column.
     """
 
-    columns: Mapping[str, Column]
+    columns: Mapping[str, TableColumn]
     rows: Callable[[bool], Sequence[Row]]
     notes: Sequence[str] = ()
     defaults: Settings | None = None

@@ -43,7 +43,7 @@ def _as_new(optimizer: Optimizer) -> Iterator[None]:
         optimizer.state.clear()
 
 
-class Reporting(Trainer):
+class TrainerReporting(Trainer):
     """The part of a ``PrivateTrainer`` that reports: logs, checkpoints, the run folder and the privacy statement."""
 
     training: PrivateTraining | None

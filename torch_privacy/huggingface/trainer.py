@@ -22,13 +22,13 @@ from ..training import PrivateTraining
 from .arguments import check_parts, checked_arguments, checked_examples, checked_privacy, steps_of
 from .checkpoints import Secrets, saved_step
 from .losses import per_example_loss
-from .reporting import WHERE, Reporting
+from .reporting import WHERE, TrainerReporting
 
 if not hasattr(Trainer, "_run_epoch"):
     raise ImportError("PrivateTrainer needs a later transformers: pip install -U 'torch-privacy[huggingface]'")
 
 
-class Steps:
+class TrainerBatches:
     """Stands in for the Trainer's loader, which neither prepares nor shards it: batches come from the training."""
 
     def __init__(self, dataset: Any, number: int):
@@ -38,7 +38,7 @@ class Steps:
         return self._number
 
 
-class PrivateTrainer(Reporting):
+class PrivateTrainer(TrainerReporting):
     """Trains a model of transformers with differential privacy: a `Trainer` with the keywords of `PrivateTraining`.
 
     All arguments of `Trainer` keep their meaning, except where they concern batches and gradients. One step of the
@@ -134,7 +134,7 @@ class PrivateTrainer(Reporting):
             raise ValueError(f"{WHERE}: training needs a train_dataset.")
         dataset: Any = self.train_dataset
         check_map_style(dataset, f"{WHERE}: train_dataset")
-        return Steps(dataset, steps_of(self._privacy, self.args, self._given_examples().num_units)[1])
+        return TrainerBatches(dataset, steps_of(self._privacy, self.args, self._given_examples().num_units)[1])
 
     def _given_examples(self) -> Examples:
         """Returns the train data as they were given, with all columns."""

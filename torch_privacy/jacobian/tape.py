@@ -18,7 +18,7 @@ from .layouts.find import LayoutFinder
 from .layouts.known import Layouts, Merging
 from .layouts.predict import Disagreement
 from .parallel.shards import whole_losses
-from .recording.paths import Reached, reach
+from .recording.paths import RecordedGraph, reach
 from .recording.recorder import Recorder
 from .rows.operator import Jacobian
 from .rows.streamed_sum import Clip, Observe, StreamedSum, SumRequest
@@ -112,7 +112,9 @@ class Tape(Recorder):
                 self.measured = finder.measured
 
 
-def _sum_by(finder: LayoutFinder, reached: Reached, request: SumRequest, *, retain_graph: bool) -> dict[str, Tensor]:
+def _sum_by(
+    finder: LayoutFinder, reached: RecordedGraph, request: SumRequest, *, retain_graph: bool
+) -> dict[str, Tensor]:
     """Returns the sums; if the layouts turn out to be wrong, they are measured, and the rows are computed again."""
     while True:
         found, check = finder.find(), finder.check()
@@ -125,7 +127,7 @@ def _sum_by(finder: LayoutFinder, reached: Reached, request: SumRequest, *, reta
             return sums
 
 
-def _sum_of_none(reached: Reached, request: SumRequest) -> dict[str, Tensor]:
+def _sum_of_none(reached: RecordedGraph, request: SumRequest) -> dict[str, Tensor]:
     """Returns the sums of an empty batch."""
     empty = Jacobian(0, reached.losses.dtype, reached.parts, [], reached.ranks)
     sums = [request.clip(empty.restricted(names), label) for label, names in request.groups.items() if request.clip]

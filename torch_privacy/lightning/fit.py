@@ -24,7 +24,7 @@ from ..training import PrivateTraining
 from ..training.old_spelling import refuse_moved
 from ..training.secret_file import SecretFolder, load_secret
 from .checks import WHERE, check_trainer, steering_metrics
-from .stand_ins import KeptLogs, PrivateOptimization, Source, let_steps_pass
+from .stand_ins import KeptLogs, LoaderStandIn, PrivateOptimization, let_steps_pass
 
 TAKEN = ("model", "optimizer", "dataset", "num_steps", "epochs", "scheduler", "collate_fn", "num_workers")
 
@@ -102,12 +102,14 @@ class PrivateFit(Callback):
                 "releases so far as prior_releases=."
             )
         check_trainer(trainer, pl_module)
-        trainer.fit_loop._data_source = Source(trainer.fit_loop._data_source, self._privacy["expected_batch_size"])
+        trainer.fit_loop._data_source = LoaderStandIn(
+            trainer.fit_loop._data_source, self._privacy["expected_batch_size"]
+        )
         self._undo = let_steps_pass(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         source, num_steps = trainer.fit_loop._data_source, trainer.estimated_stepping_batches
-        assert isinstance(source, Source)
+        assert isinstance(source, LoaderStandIn)
         if not isinstance(num_steps, int):
             raise Refused(f"{WHERE}: the number of steps must be known at the start. Set max_epochs or max_steps.")
         self._steering = steering_metrics(trainer, source.examples.dataset)

@@ -26,7 +26,7 @@ class Step:
     batch: Any = None
 
 
-class Steps:
+class EpochBatches:
     """Stands for the train loader: the steps of an epoch."""
 
     def __init__(self, count: int):
@@ -45,7 +45,7 @@ class Steps:
         pass
 
 
-class Source(_DataLoaderSource):
+class LoaderStandIn(_DataLoaderSource):
     """Gives a stand-in for the train loader, and keeps what is taken from the loader."""
 
     def __init__(self, source: _DataLoaderSource, expected_batch_size: float):
@@ -54,7 +54,7 @@ class Source(_DataLoaderSource):
 
     def dataloader(self) -> Any:
         self.examples = examples_in(super().dataloader())
-        return Steps(ceil(self.examples.num_units / self._expected_batch_size))
+        return EpochBatches(ceil(self.examples.num_units / self._expected_batch_size))
 
 
 class PrivateOptimization(_AutomaticOptimization):

@@ -33,7 +33,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class ParameterUse:
     """Describes a call of a torch function that used a parameter."""
 
     op: str  # name of the function
@@ -48,7 +48,7 @@ class Verdict:
 
     name: str
     shape: tuple[int, ...]
-    meetings: tuple[Meeting, ...]
+    meetings: tuple[ParameterUse, ...]
     plan: tuple[PlanRow, ...]
     verdict: str  # "exact", "refused", "not checked"
 

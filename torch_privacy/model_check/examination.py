@@ -19,7 +19,7 @@ from ..jacobian.recording.paths import check_losses
 from ..jacobian.rows.operator import PlanRow
 from ..jacobian.tape import Tape
 from ..rehearsal.kept import draw_halves
-from ..rehearsal.rehearsal import Memory, Rehearsal
+from ..rehearsal.rehearsal import Rehearsal, RehearsalMemory
 from ..rehearsal.row_digests import RowAnswers
 from ..rehearsal.turn import Answers, Turn
 from ..sampling.batches import CollatedExamples
@@ -29,7 +29,7 @@ from ..support.normalization import SmallGroups
 from ..support.random_state import RandomState, SeededRandomNumbers, Snapshot, frozen, random_position
 from ..support.torch_modes import tensors_in, uncompiled
 from ..support.validate import Refused, quoted
-from .checkup import EXACT, NOT_CHECKED, REFUSED, Checkup, Meeting, Problem, Verdict
+from .checkup import EXACT, NOT_CHECKED, REFUSED, Checkup, ParameterUse, Problem, Verdict
 from .recorded_run import RecordedRun, message_of
 from .requirements import TensorsOf, check_model, check_no_gradient_hooks
 
@@ -90,7 +90,7 @@ class _Examination:
         self._tensors_of = TensorsOf(model, self._optimizer, AttributeTensors(model))
         self._problems: list[Problem] = []
         self._notes: list[str] = []
-        self._meetings: dict[str, tuple[Meeting, ...]] = {}
+        self._meetings: dict[str, tuple[ParameterUse, ...]] = {}
         self._plan: list[PlanRow] = []
         self._exact: Sequence[str] = ()
         self._num_examples = 0
@@ -196,7 +196,7 @@ class _Examination:
             return
         kept = draw_halves(n, generator)
         first = np.arange(n) == 0
-        memory = Memory()
+        memory = RehearsalMemory()
         turns = Rehearsal(self._model, examples, kept, generator, alone=[*kept, first], memory=memory).turns()
         try:
             turn = next(turns)

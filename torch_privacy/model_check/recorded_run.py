@@ -20,7 +20,7 @@ from ..ops.fallback import ReplayUse
 from ..support.model_state import ModelTensors
 from ..support.script_modules import takes_hooks
 from ..support.validate import Refused
-from .checkup import Meeting
+from .checkup import ParameterUse
 
 
 class RecordedRun:
@@ -45,15 +45,15 @@ class RecordedRun:
         except Refused as error:
             self.refusal = message_of(error)
 
-    def meetings(self) -> dict[str, tuple[Meeting, ...]]:
+    def meetings(self) -> dict[str, tuple[ParameterUse, ...]]:
         """Returns the calls that used each parameter."""
-        found: dict[str, tuple[Meeting, ...]] = {}
+        found: dict[str, tuple[ParameterUse, ...]] = {}
         for number, call in enumerate([*self.tape.log.calls, *self.tape.log.unrecorded]):
             modules = [name for name, calls in self._forwards if number in calls]  # from the outermost inwards
             for use in call.uses:
                 innermost = modules[-1] if modules else ""
                 is_generic = isinstance(use, ReplayUse | NodeUse)
-                met = Meeting(call.op.split("::")[-1], innermost, self._layouts.of(call), is_generic)
+                met = ParameterUse(call.op.split("::")[-1], innermost, self._layouts.of(call), is_generic)
                 found |= {name: (*found.get(name, ()), met) for name in self.tape.tensors.names_of(use.weight)}
         return found
 

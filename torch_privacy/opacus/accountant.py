@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import privacy
 from ..support.validate import Refused
-from .run import Run
+from .run import OpacusRun
 
 Events = list[tuple[privacy.Event, int]]
 
@@ -24,7 +24,7 @@ class Accountant:
 
     def __init__(self, mechanism: str = "prv"):
         self._mechanism = mechanism
-        self.runs: list[Run] = []
+        self.runs: list[OpacusRun] = []
         self.given: list[privacy.Release] = []  # made elsewhere, of histories without names
         self._loaded: dict[str, Events] = {}  # by the name of the run that made them, in another process
 
@@ -57,7 +57,7 @@ class Accountant:
     def __len__(self) -> int:
         return len(self.history)
 
-    def events(self, without: Run | None = None) -> Events:
+    def events(self, without: OpacusRun | None = None) -> Events:
         """Returns what was released, loaded histories first; ``without`` leaves one run out."""
         events: Events = [(release.event, 1) for release in self.given]
         for name, loaded in self._loaded.items():
@@ -65,7 +65,7 @@ class Accountant:
                 events += loaded
         return events + [pair for run in self.runs if run is not without for pair in run.own_events()]
 
-    def releases(self, without: Run | None = None) -> list[privacy.Release]:
+    def releases(self, without: OpacusRun | None = None) -> list[privacy.Release]:
         """Returns what was released, for a training that builds on it."""
         number = 0
         releases = list(self.given)

@@ -183,7 +183,7 @@ class LossCatcher(TorchFunctionMode):
         )
 
 
-class ForwardHooks:
+class CatcherHooks:
     """Keeps a `LossCatcher` above the recorder on torch's stack of modes while a model's forward runs.
 
     Below it, the recorder's own bookkeeping would pass through the catcher, too. Copied or pickled hooks do nothing.
@@ -192,11 +192,11 @@ class ForwardHooks:
     def __init__(self, catcher: LossCatcher | None = None):
         self._catcher, self._was_open, self._handles = catcher, False, []
 
-    def __deepcopy__(self, memo: dict) -> ForwardHooks:
-        return ForwardHooks()
+    def __deepcopy__(self, memo: dict) -> CatcherHooks:
+        return CatcherHooks()
 
     def __reduce__(self) -> tuple:
-        return ForwardHooks, ()
+        return CatcherHooks, ()
 
     def register(self, model: nn.Module) -> None:
         """Registers the hooks anew: inside of those that the recorder has registered so far."""

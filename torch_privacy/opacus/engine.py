@@ -17,7 +17,7 @@ from .accountant import Accountant
 from .arguments import Given, check_kept
 from .checkpointing import Checkpointing
 from .optimizers import DPOptimizer
-from .run import MOST_EPOCHS, PrivateLoader, Run
+from .run import MOST_EPOCHS, OpacusRun, PrivateLoader
 from .validators import ModuleValidator
 
 
@@ -217,7 +217,7 @@ class PrivacyEngine(Checkpointing):
             **noise,
             **further,
         }
-        run = Run(
+        run = OpacusRun(
             given.module,
             given.optimizer,
             Examples(dataset, collate_fn=collate, num_workers=loader.num_workers),

@@ -18,14 +18,14 @@ from .. import privacy
 from ..sampling.examples import Examples
 from ..support.validate import Refused
 from ..training import PrivateTraining
-from .catcher import ForwardHooks, LossCatcher
+from .catcher import CatcherHooks, LossCatcher
 from .optimizers import DPOptimizer
-from .schedulers import Progress, schedulers_of
+from .schedulers import SchedulerState, schedulers_of
 
 MOST_EPOCHS = 10_000  # of a training without a given length
 
 
-class Run:
+class OpacusRun:
     """Trains one model: hands out batches, and makes a private step where the loop calls ``optimizer.step()``.
 
     Args:
@@ -57,12 +57,12 @@ class Run:
         self.steps_per_epoch, self.max_grad_norm, self.loss_reduction = steps_per_epoch, max_grad_norm, loss_reduction
         self._settings, self._batch_first, self.is_open_ended = dict(settings), batch_first, open_ended
         self._catcher = LossCatcher(loss_reduction)
-        self._hooks = ForwardHooks(self._catcher)
+        self._hooks = CatcherHooks(self._catcher)
         self._is_open = False  # a batch waits for its step
         self._passes, self._is_active = 0, False  # over the loader; only the latest may go on
         self._schedulers: list[Any] = []
         self._references: list[int] = []  # to the optimizers, when schedulers were looked for
-        self._progress: tuple[int, Progress] | None = None
+        self._progress: tuple[int, SchedulerState] | None = None
         self.name = uuid.uuid4().hex  # in checkpoints
         self._earlier: list[tuple[privacy.Event, int]] = []  # released by trainings that this run has left behind
         self.private_optimizer = DPOptimizer(optimizer, self)
@@ -194,7 +194,7 @@ class Run:
         self._is_open = True
         step = self.training.step_count
         if self._schedulers and (self._progress is None or self._progress[0] != step):
-            self._progress = step, Progress(self.optimizer, self._schedulers)
+            self._progress = step, SchedulerState(self.optimizer, self._schedulers)
         self._catcher.open()
 
     def _end(self) -> None:
@@ -261,7 +261,7 @@ class PrivateLoader:
         microbatch_size: largest number of examples in a batch; None for no limit.
     """
 
-    def __init__(self, run: Run, data_loader: Any, microbatch_size: int | None = None):
+    def __init__(self, run: OpacusRun, data_loader: Any, microbatch_size: int | None = None):
         self.run, self.data_loader, self.microbatch_size = run, data_loader, microbatch_size
         self.dataset, self.collate_fn = data_loader.dataset, data_loader.collate_fn
         self.num_workers, self.batch_size = data_loader.num_workers, data_loader.batch_size

@@ -24,7 +24,7 @@ def schedulers_of(optimizers: Sequence[Optimizer]) -> list[Any]:
     return [s for s in schedulers if any(s.optimizer is optimizer for optimizer in optimizers)]
 
 
-class Progress:
+class SchedulerState:
     """Remembers the learning rates and the counts of schedulers, as they are when a step begins.
 
     Args:

@@ -24,7 +24,7 @@ CHUNK_ENTRIES = 2**19  # gate entries for which the backward prepares its factor
 
 
 @dataclass(frozen=True)
-class Steps:
+class TimeSteps:
     """Concatenated time steps of ``sizes[t]`` rows each, in non-increasing sizes; ``backward`` in time or not.
 
     Rows [0, sizes[t]) of step t are the sequences that have not ended, so row i is the same sequence in all steps.
@@ -109,7 +109,7 @@ class Track:
     state before the next.
     """
 
-    def __init__(self, steps: Steps, first: Tensor, buffer: Tensor):
+    def __init__(self, steps: TimeSteps, first: Tensor, buffer: Tensor):
         n = len(first)
         self._carried = Carried(first) if steps.ragged else None
         self.after = buffer[n:-n] if n else buffer
@@ -146,11 +146,13 @@ class Cell(ABC):
     w_hr: Tensor | None
 
     @abstractmethod
-    def forward(self, steps: Steps, gates: Tensor, h: Track, c: Track | None) -> tuple[Tensor, ...]:
+    def forward(self, steps: TimeSteps, gates: Tensor, h: Track, c: Track | None) -> tuple[Tensor, ...]:
         """Fills the tracks, overwriting ``gates`` (total, gates·d); returns the tensors for ``backward``."""
 
     @abstractmethod
-    def backward(self, steps: Steps, saved: Sequence[Tensor], dh: Gradient, dc: Gradient | None) -> tuple[Tensor, ...]:
+    def backward(
+        self, steps: TimeSteps, saved: Sequence[Tensor], dh: Gradient, dc: Gradient | None
+    ) -> tuple[Tensor, ...]:
         """Returns gradients in gates, u and, with ``w_hr``, its product; those in the first states stay in dh and dc.
 
         It must not overwrite ``saved``, because there may be another backward.
@@ -160,7 +162,7 @@ class Cell(ABC):
 class LSTM(Cell):
     """``i, f, o = σ(a_i), σ(a_f), σ(a_o); g = tanh(a_g); c = f c + i g; m = o tanh(c)``; h is m or ``m W_hrᵀ``."""
 
-    def forward(self, steps: Steps, gates: Tensor, h: Track, c: Track | None) -> tuple[Tensor, ...]:
+    def forward(self, steps: TimeSteps, gates: Tensor, h: Track, c: Track | None) -> tuple[Tensor, ...]:
         assert c is not None
         d, w = c.after.shape[1], self.w_hh.t()
         if self.b_hh is not None:
@@ -181,7 +183,9 @@ class LSTM(Cell):
                 torch.mm(hiddens[t], self.w_hr.t(), out=h.afters[t])
         return gates, c.before, tanh, hidden
 
-    def backward(self, steps: Steps, saved: Sequence[Tensor], dh: Gradient, dc: Gradient | None) -> tuple[Tensor, ...]:
+    def backward(
+        self, steps: TimeSteps, saved: Sequence[Tensor], dh: Gradient, dc: Gradient | None
+    ) -> tuple[Tensor, ...]:
         assert dc is not None
         gates, before, tanh, _ = saved
         d = tanh.shape[1]
@@ -221,7 +225,7 @@ def lstm_factors(gates: Tensor, before: Tensor, tanh: Tensor, out: Tensor, h_to_
 class GRU(Cell):
     """``r, z = σ(a_r), σ(a_z); n = tanh(x_n + r q); h = (1 - z) n + z h`` with ``q = W_hn h + b_hn``."""
 
-    def forward(self, steps: Steps, gates: Tensor, h: Track, c: Track | None) -> tuple[Tensor, ...]:
+    def forward(self, steps: TimeSteps, gates: Tensor, h: Track, c: Track | None) -> tuple[Tensor, ...]:
         d = h.after.shape[1]
         w_rz, w_n = self.w_hh[: 2 * d].t(), self.w_hh[2 * d :].t()
         b_n = self.w_hh.new_zeros(d) if self.b_hh is None else self.b_hh[2 * d :]
@@ -237,7 +241,9 @@ class GRU(Cell):
             torch.lerp(n[t], before, z[t], out=h.afters[t])
         return gates, q, h.before
 
-    def backward(self, steps: Steps, saved: Sequence[Tensor], dh: Gradient, dc: Gradient | None) -> tuple[Tensor, ...]:
+    def backward(
+        self, steps: TimeSteps, saved: Sequence[Tensor], dh: Gradient, dc: Gradient | None
+    ) -> tuple[Tensor, ...]:
         gates, q, before = saved
         d = q.shape[1]
         z = steps.split(gates[:, d : 2 * d])
@@ -265,7 +271,7 @@ def _gru_factors(gates: Tensor, q: Tensor, before: Tensor, out: Tensor, out_n: T
 class RNN(Cell):
     """``h = f(a)`` with f = tanh; subclasses may override f."""
 
-    def forward(self, steps: Steps, gates: Tensor, h: Track, c: Track | None) -> tuple[Tensor, ...]:
+    def forward(self, steps: TimeSteps, gates: Tensor, h: Track, c: Track | None) -> tuple[Tensor, ...]:
         w = self.w_hh.t()
         if self.b_hh is not None:
             gates += self.b_hh
@@ -274,7 +280,9 @@ class RNN(Cell):
             self._activate(gates_of[t].addmm_(h.enter(t), w), h.afters[t])
         return (h.after,)
 
-    def backward(self, steps: Steps, saved: Sequence[Tensor], dh: Gradient, dc: Gradient | None) -> tuple[Tensor, ...]:
+    def backward(
+        self, steps: TimeSteps, saved: Sequence[Tensor], dh: Gradient, dc: Gradient | None
+    ) -> tuple[Tensor, ...]:
         (y,) = saved
         da = y.new_empty(y.shape)
         das, ys = steps.split(da), steps.split(y)
@@ -313,7 +321,7 @@ class Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, cells: list[Cell], steps: list[Steps], h0: Tensor, c0: Tensor | None, *inputs: Tensor
+        ctx: Any, cells: list[Cell], steps: list[TimeSteps], h0: Tensor, c0: Tensor | None, *inputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         with torch._C.DisableTorchFunction():  # a recording tape would cost more than most of the calls
             return _run(ctx, cells, steps, h0, c0, inputs)
@@ -339,7 +347,7 @@ class Scan(torch.autograd.Function):
 
 
 def _run(
-    ctx: Any, cells: list[Cell], steps: list[Steps], h0: Tensor, c0: Tensor | None, inputs: tuple[Tensor, ...]
+    ctx: Any, cells: list[Cell], steps: list[TimeSteps], h0: Tensor, c0: Tensor | None, inputs: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
     k, n, e = h0.shape
     rows = inputs[0].shape[:-1]
@@ -375,7 +383,7 @@ def _shaped(before: Tensor, rows: torch.Size, y: Tensor) -> Tensor:
     return y.detach().as_strided(before.shape, before.stride(), before.storage_offset()).view(*rows, before.shape[1])
 
 
-def _by_step(dy: Tensor | None, steps: Steps, j: int, k: int) -> list[Tensor] | None:
+def _by_step(dy: Tensor | None, steps: TimeSteps, j: int, k: int) -> list[Tensor] | None:
     """Splits the gradient in the output (*rows, k·e) by step, for direction j: (sizes[t], e)."""
     if dy is None:
         return None

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from ..support.validate import Refused
 from ._base import Use
 from .einsum import linear
-from .recurrence import GRU, LSTM, RNN, Cell, ReluRNN, Scan, Steps
+from .recurrence import GRU, LSTM, RNN, Cell, ReluRNN, Scan, TimeSteps
 
 Note = Callable[[Tensor, Sequence[Use]], None]
 
@@ -96,7 +96,7 @@ def _layer(
     dtype = inputs[0].dtype
     with torch.no_grad():
         cells = [kind(w.w_hh.detach().to(dtype), *(_detached(p, dtype) for p in (w.b_hh, w.w_hr))) for w in weights]
-    steps = [Steps(sizes, backward) for backward in (False, True)[: len(weights)]]
+    steps = [TimeSteps(sizes, backward) for backward in (False, True)[: len(weights)]]
     h0, c0 = (*(first.to(dtype) for first in firsts), None)[:2]
     y, h_n, c_n, *factors = Scan.apply(cells, steps, h0, c0, *inputs)
     for product, factor in zip((p for in_direction in products for p in in_direction), factors, strict=True):

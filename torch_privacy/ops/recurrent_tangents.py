@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .recurrence import LSTM, Carried, Steps, Track, lstm_factors
+from .recurrence import LSTM, Carried, TimeSteps, Track, lstm_factors
 from .recurrent import Weights, arguments, through_layers
 
 LIBRARY = torch.library.Library("torch_privacy", "DEF")
@@ -39,7 +39,10 @@ def _values(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Any], sizes: Sequ
     k, n, d = c.shape
     y, lasts, kept = x.new_empty(len(x), k * d), [], []
     for j, (w_ih, w_hh, *biases) in enumerate(_by_direction(weights)):
-        steps, bias = Steps(tuple(sizes), j == 1), sum((b for b in biases if b is not None), start=x.new_zeros(4 * d))
+        steps, bias = (
+            TimeSteps(tuple(sizes), j == 1),
+            sum((b for b in biases if b is not None), start=x.new_zeros(4 * d)),
+        )
         gates = F.linear(x, w_ih, bias)
         hs, cs = (Track(steps, first, first.new_empty(n + len(x) + n, d)) for first in (h[j], c[j]))
         tanh = LSTM(w_hh, None, None).forward(steps, gates, hs, cs)[2]
@@ -74,14 +77,14 @@ def _tangents(
         )
         bias = sum((b for b in dw_here[2:] if b is not None), start=dy.new_zeros(4 * d))
         states = [Carried(first[j]) for first in firsts]
-        steps, part = Steps(tuple(sizes), j == 1), dy[:, j * d : (j + 1) * d]
+        steps, part = TimeSteps(tuple(sizes), j == 1), dy[:, j * d : (j + 1) * d]
         _run_direction(steps, kept_here, _concatenated(dw_ih, dw_hh, bias), dx, w[0], w[1], states, part)
         lasts.append([state.finish() for state in states])
     return dy, *(torch.stack(states) for states in zip(*lasts, strict=True))
 
 
 def _run_direction(
-    steps: Steps,
+    steps: TimeSteps,
     kept: Sequence[Tensor],
     tangent: Tensor,
     dx: Tensor | None,

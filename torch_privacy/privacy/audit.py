@@ -11,9 +11,9 @@ import numpy as np
 
 from ..support.validate import strictly_between, whole
 from .audit_bounds import (
+    AuditPlan,
     Guesses,
     Outcome,
-    Plan,
     errors,
     ideal_errors,
     ideal_guesses,
@@ -55,7 +55,7 @@ class Audit:
     outside: Array
     profile: Profile
     significance: float
-    plan: Plan | None
+    plan: AuditPlan | None
     notes: tuple[str, ...] = ()
     delta: float = 1e-5
 
@@ -77,7 +77,7 @@ class Audit:
         """The counts of the game: guesses in one run, or errors in independent runs."""
         return errors(self.inside, self.outside) if self.plan is None else self._guesses(self.plan)
 
-    def _guesses(self, planned: Plan) -> Guesses:
+    def _guesses(self, planned: AuditPlan) -> Guesses:
         num_in, num_out = planned
         coins = self._order
         right = int(coins[:num_in].sum()) + int((~coins[len(coins) - num_out :]).sum())
@@ -256,7 +256,7 @@ def audit_scores(
     num_canaries = sum(map(len, scores))
     if not num_canaries:
         raise ValueError("audit_scores: there is no score. Pass those of the canaries inside and outside.")
-    planned: Plan | None
+    planned: AuditPlan | None
     if independent:
         planned = None
         if min(map(len, scores)) < FEWEST_GAMES:
@@ -267,7 +267,7 @@ def audit_scores(
     elif num_guesses is None:
         planned = plan(profile, num_canaries)
     else:
-        planned = Plan(*num_guesses)
+        planned = AuditPlan(*num_guesses)
         whole("audit_scores", num_in=planned.num_in, num_out=planned.num_out)
         whole("audit_scores", num_guesses=sum(planned), at_least=1, at_most=num_canaries)
     return Audit(scores[0], scores[1], profile, significance, planned, tuple(notes), delta)

@@ -154,20 +154,20 @@ def p_value(f: TradeOffFunction, outcome: Outcome) -> float:
     return math.exp(high)
 
 
-class Plan(NamedTuple):
+class AuditPlan(NamedTuple):
     """Numbers of guesses: "in" for the canaries with the highest scores, "out" for those with the lowest."""
 
     num_in: int
     num_out: int
 
-    def scaled(self, share: float, num_canaries: int) -> "Plan":
+    def scaled(self, share: float, num_canaries: int) -> "AuditPlan":
         """Returns a plan with ``share`` times as many guesses: at least one, at most half of the canaries a side."""
         half = (num_canaries + 1) // 2
         num_in, num_out = (min(round(share * count), half) for count in self)
-        return Plan(max(num_in, 1), min(num_out, num_canaries - max(num_in, 1)))
+        return AuditPlan(max(num_in, 1), min(num_out, num_canaries - max(num_in, 1)))
 
 
-def plan(profile: Profile, num_canaries: int) -> Plan:
+def plan(profile: Profile, num_canaries: int) -> AuditPlan:
     """Returns the number of guesses that serves the ideal attack on the claimed mechanism best, without any data.
 
     The ideal attack is the best test at each rate of false alarms α: it has α m/2 wrong and (1 - f(α)) m/2 right
@@ -185,10 +185,10 @@ def plan(profile: Profile, num_canaries: int) -> Plan:
     bounds = [gaussian_bound(_expected(option, num_canaries)) for option in options]
     chosen = options[int(np.argmax(bounds))]
     counts = [_expected([pair], num_canaries).num_guesses for pair in chosen]
-    return Plan(max(counts[0], 1), counts[1] if len(counts) > 1 else 0).scaled(1.0, num_canaries)
+    return AuditPlan(max(counts[0], 1), counts[1] if len(counts) > 1 else 0).scaled(1.0, num_canaries)
 
 
-def ideal_guesses(profile: Profile, num_canaries: int, planned: Plan) -> Guesses:
+def ideal_guesses(profile: Profile, num_canaries: int, planned: AuditPlan) -> Guesses:
     """Returns the counts that the ideal attack has on average, on the claimed mechanism and with these guesses."""
     pairs = []
     for f, count in zip(_sides(profile), planned, strict=True):

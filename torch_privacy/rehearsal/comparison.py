@@ -55,7 +55,7 @@ class Finding:
     cure: str = ""  # if it is known without another run
 
 
-class Comparison:
+class AnswerComparison:
     """Compares the answers for the kept examples of a batch.
 
     Args:

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from ..support.draws import Drawn, Draws, Rule
-from .comparison import REMOVED, REPLACED, Comparison, Finding
+from .comparison import REMOVED, REPLACED, AnswerComparison, Finding
 from .trace import Trace
 from .turn import Answers, BatchVariants, Turn
 
@@ -51,7 +51,7 @@ class Redrawn:
     def __init__(
         self,
         examples: BatchVariants,
-        comparison: Comparison,
+        comparison: AnswerComparison,
         generator: np.random.Generator,
         run: Run,
         notes: set[str],

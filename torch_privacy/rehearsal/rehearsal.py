@@ -32,7 +32,7 @@ from .comparison import (
     REPEATED,
     RULE_CURE,
     STATE_CURE,
-    Comparison,
+    AnswerComparison,
     Finding,
     depend,
     differing,
@@ -48,7 +48,7 @@ from .unrepeatable import not_compared, varying_names
 
 
 @dataclass
-class Memory:
+class RehearsalMemory:
     """Holds what rehearsals have shown about the user's code, for later ones.
 
     Attributes:
@@ -99,14 +99,14 @@ class Rehearsal:
         rows_once: bool = False,
         units: np.ndarray | None = None,
         whole_units: bool = False,
-        memory: Memory | None = None,
+        memory: RehearsalMemory | None = None,
         keep_weights: bool = False,
     ):
         self._model, self._examples, self._halves, self._generator = model, examples, halves, generator
         self._alone = [keep for keep in alone if 0 < keep.sum() < examples.count]
-        self._comparison = Comparison(examples.count, units)
+        self._comparison = AnswerComparison(examples.count, units)
         self._whole_rows, self._rows_alone, self._rows_once = units is None or whole_units, rows_alone, rows_once
-        self._memory = memory or Memory()
+        self._memory = memory or RehearsalMemory()
         self._expected: dict[str, Any] = {}  # what the batch itself left in attributes that may be overwritten
         self._keep_weights = keep_weights
 

@@ -60,7 +60,7 @@ class Training:
     summary: Summary
     profile: privacy.Profile
     statement: dict[str, Any]
-    scores: list[Score]  # on test data, after training
+    scores: list[TestScore]  # on test data, after training
 
     @classmethod
     def read(cls, folder: RunFolder, name: str | None = None) -> Training:
@@ -105,7 +105,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Score:
+class TestScore:
     """A test score of the private training, and that of the same network trained without privacy."""
 
     measure: Measure
@@ -114,14 +114,16 @@ class Score:
     has_baseline: bool = False
 
 
-def scores_of(results: dict[str, Any]) -> list[Score]:
+def scores_of(results: dict[str, Any]) -> list[TestScore]:
     """Returns the test scores in a ``results.json``."""
     if "score" in results:
         baseline = results["baseline_test_score"]
-        return [Score(Measure(**results["score"]), results["test_score"], baseline, baseline is not None)]
+        return [TestScore(Measure(**results["score"]), results["test_score"], baseline, baseline is not None)]
     scores, baselines = results["scores"], results["baseline_scores"]
     return [
-        Score(measure_of(name, [scores.get(name), baselines.get(name)]), value, baselines.get(name), name in baselines)
+        TestScore(
+            measure_of(name, [scores.get(name), baselines.get(name)]), value, baselines.get(name), name in baselines
+        )
         for name, value in scores.items()
     ]
 

@@ -16,7 +16,7 @@ Numbers = Mapping[str, Number]  # a column's key -> a number, or a certified bra
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """One quantity of the table: its heading and its number format."""
 
     heading: str
@@ -50,7 +50,7 @@ class Computation:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingRow:
     """A row that is a private training; ``settings`` replace some of the experiment's defaults."""
 
     name: str
@@ -59,22 +59,22 @@ class Training:
     seeded: bool = True
 
 
-Row = Computation | Training
+Row = Computation | TrainingRow
 
 
 SCORE, BASELINE = "score", "baseline_score"  # test scores of the private training and of the non-private baseline
 GAP, BASELINE_GAP = "gap", "baseline_gap"  # how far the last epoch's training score is above them
 MU = "mu"
 CLT, MOMENTS, EXACT = "epsilon_clt", "epsilon_moments", "epsilon"
-ACCURACY_COLUMN = Column("accuracy", digits=1, percent=True)
-BASELINE_COLUMN = Column("not private", digits=1, percent=True)
-GAP_COLUMN = Column("gap", digits=1, percent=True)
-BASELINE_GAP_COLUMN = Column("gap, not private", digits=1, percent=True)
+ACCURACY_COLUMN = TableColumn("accuracy", digits=1, percent=True)
+BASELINE_COLUMN = TableColumn("not private", digits=1, percent=True)
+GAP_COLUMN = TableColumn("gap", digits=1, percent=True)
+BASELINE_GAP_COLUMN = TableColumn("gap, not private", digits=1, percent=True)
 PRIVACY_COLUMNS = {
-    MU: Column("mu (CLT)", digits=2),
-    CLT: Column("eps, CLT", digits=2),
-    MOMENTS: Column("eps, moments", digits=2),
-    EXACT: Column("eps, certified"),
+    MU: TableColumn("mu (CLT)", digits=2),
+    CLT: TableColumn("eps, CLT", digits=2),
+    MOMENTS: TableColumn("eps, moments", digits=2),
+    EXACT: TableColumn("eps, certified"),
 }
 
 

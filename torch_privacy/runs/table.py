@@ -9,7 +9,7 @@ from typing import Any
 
 from torch_privacy.privacy.rounding import round_down, round_up, scientific
 from torch_privacy.runs.metrics import Measure
-from torch_privacy.runs.rows import Column
+from torch_privacy.runs.rows import TableColumn
 
 MISSING = "-"
 
@@ -39,13 +39,13 @@ def lines(results: Mapping[str, Any]) -> Iterator[Line]:
             yield Line(row["row"], "paper", paper)
 
 
-def cell(values: Sequence[Any], column: Column) -> str:
+def cell(values: Sequence[Any], column: TableColumn) -> str:
     """Returns the mean over the seeds, with the standard deviation if they differ, or the widest bracket.
 
     Example:
-        >>> cell([0.95, 0.96], Column("accuracy", digits=1, percent=True)), cell([2.0322], Column("mu"))
+        >>> cell([0.95, 0.96], TableColumn("accuracy", digits=1, percent=True)), cell([2.0322], TableColumn("mu"))
         ('95.5 ± 0.7 %', '2.032')
-        >>> cell([{"low": 0.8641, "high": 0.8642}], Column("epsilon"))
+        >>> cell([{"low": 0.8641, "high": 0.8642}], TableColumn("epsilon"))
         '[0.864, 0.865]'
     """
     known = [value for value in values if value is not None]
@@ -61,23 +61,23 @@ def cell(values: Sequence[Any], column: Column) -> str:
     return _with_unit(text, column)
 
 
-def _below(value: float, column: Column) -> str:
+def _below(value: float, column: TableColumn) -> str:
     if column.scientific:
         return scientific(value, ROUND_FLOOR)
     return round_down(100 * value if column.percent else value, column.digits)
 
 
-def _above(value: float, column: Column) -> str:
+def _above(value: float, column: TableColumn) -> str:
     if column.scientific:
         return scientific(value)
     return round_up(100 * value if column.percent else value, column.digits)
 
 
-def _format(column: Column) -> str:
+def _format(column: TableColumn) -> str:
     return ".3g" if column.scientific else f".{column.digits}f"
 
 
-def _with_unit(text: str, column: Column) -> str:
+def _with_unit(text: str, column: TableColumn) -> str:
     return f"{text} %" if column.percent else text
 
 
@@ -147,9 +147,9 @@ def markdown(results: Mapping[str, Any]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *body)) + "\n"
 
 
-def _columns(results: Mapping[str, Any]) -> dict[str, Column]:
+def _columns(results: Mapping[str, Any]) -> dict[str, TableColumn]:
     """Returns the columns that are not empty."""
-    columns = {key: Column(**column) for key, column in results["columns"].items()}
+    columns = {key: TableColumn(**column) for key, column in results["columns"].items()}
     rows = results["rows"]
     return {
         key: column

@@ -25,7 +25,7 @@ from ..mechanisms.clipping import ClippingRule
 from ..privacy.spent import Spent
 from ..support.validate import Refused, positive
 from .features import FLOATS, Bounds, are_outside, checked_bounds, standardized_columns
-from .fitting import STANDARDIZED, Plan, Target, check_folder, new_network, plan_of, rows_for, train
+from .fitting import STANDARDIZED, NetworkPlan, Target, check_folder, new_network, plan_of, rows_for, train
 from .refits import Origin, begin_fit, new_origin
 
 Array = NDArray[Any]
@@ -109,7 +109,7 @@ class PrivateEstimator(BaseEstimator, ABC):
         """Refuses targets that cannot be trained on; nothing was released yet."""
 
     @abstractmethod
-    def _target(self, where: str, y: Array, plan: Plan) -> Target:
+    def _target(self, where: str, y: Array, plan: NetworkPlan) -> Target:
         """Returns the targets as a tensor, with their losses and with what finding them released."""
 
     @abstractmethod

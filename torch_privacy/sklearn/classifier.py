@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ..support.validate import quoted
 from .base import PrivateEstimator
 from .classes import find_classes
-from .fitting import Plan, Target
+from .fitting import NetworkPlan, Target
 
 Array = NDArray[Any]
 
@@ -136,7 +136,7 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
             if unknown:
                 raise ValueError(f"{where}: y has {quoted(unknown, at_most=3)}, which classes={classes!r} lacks.")
 
-    def _target(self, where: str, y: Array, plan: Plan) -> Target:
+    def _target(self, where: str, y: Array, plan: NetworkPlan) -> Target:
         if self.classes is None:
             found = find_classes(y, float(self.epsilon), plan.delta, self.test_seed)
             classes, releases, public = found.classes, found.releases, ()

@@ -38,7 +38,7 @@ STANDARDIZED = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class NetworkPlan:
     """The numbers of a training that follow from the parameters and the number of examples."""
 
     delta: float
@@ -60,7 +60,7 @@ class Target:
     statement: Mapping[str, Any] = field(default_factory=dict)
 
 
-def plan_of(estimator: Any, num_examples: int) -> Plan:
+def plan_of(estimator: Any, num_examples: int) -> NetworkPlan:
     """Returns delta, batch size and number of steps; by default they are functions of the number of examples alone."""
     n, size, delta = num_examples, estimator.batch_size, estimator.delta
     if size is None:
@@ -71,7 +71,7 @@ def plan_of(estimator: Any, num_examples: int) -> Plan:
     delta = min(USUAL_DELTA, 1 / (10 * n)) if delta is None else delta
     strictly_between(where, 0, 1 / n, delta=delta, hint=f"It must be below 1/n for the {n} examples.")
     noise = privacy.calibrate(float(estimator.epsilon), delta, sampling_probability=size / n, num_steps=steps)
-    return Plan(delta, size, steps, [(_step(noise, size / n), steps)])
+    return NetworkPlan(delta, size, steps, [(_step(noise, size / n), steps)])
 
 
 def _step(noise_multiplier: float, sampling_probability: float) -> privacy.SubsampledGaussian:
@@ -108,7 +108,7 @@ def rows_for(network: nn.Module, x: Array, low: Array, high: Array) -> Tensor:
     return torch.from_numpy(scaled(x, low, high)).to(next(dtypes, torch.float32))
 
 
-def _noise_of(estimator: Any, plan: Plan, target: Target) -> tuple[float | None, float | None]:
+def _noise_of(estimator: Any, plan: NetworkPlan, target: Target) -> tuple[float | None, float | None]:
     """Returns the target epsilon or the noise multiplier of the training; finding the classes is part of epsilon.
 
     A release that fails to be private with some probability is slow to calibrate with. So the noise is calibrated for
@@ -159,7 +159,7 @@ def check_folder(estimator: Any, fit: Fit) -> None:
 
 def train(
     estimator: Any,
-    plan: Plan,
+    plan: NetworkPlan,
     network: nn.Module,
     data: TensorDataset,
     target: Target,

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..support.validate import Refused
 from .base import PrivateEstimator
 from .features import checked_bounds, scaled
-from .fitting import Plan, Target
+from .fitting import NetworkPlan, Target
 
 Array = NDArray[Any]
 
@@ -75,7 +75,7 @@ class PrivateRegressor(RegressorMixin, PrivateEstimator):
             )
         checked_bounds(where, "target_bounds", self.target_bounds, 1)
 
-    def _target(self, where: str, y: Array, plan: Plan) -> Target:
+    def _target(self, where: str, y: Array, plan: NetworkPlan) -> Target:
         low, high = checked_bounds(where, "target_bounds", self.target_bounds, 1)
         values = torch.from_numpy(scaled(y.astype(np.float64), low, high).astype(np.float32))
         return Target(values, 1, partial(_squared_errors, where), treated_as_public=("bounds of the targets",))

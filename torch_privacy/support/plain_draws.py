@@ -23,7 +23,7 @@ _NEAR = 0.02  # how near to the level the first number of a generator is
 @contextmanager
 def fixed_plain_draws(draws: Draws, drawn: Drawn) -> Iterator[None]:
     """Replaces the functions of the modules ``random`` and ``numpy.random``."""
-    numbers, arrays = _PythonNumbers(), _Arrays(draws, drawn)
+    numbers, arrays = _PythonNumbers(), _ArrayDraws(draws, drawn)
     numbers.begin(draws, drawn)
     of_python, of_numpy = _functions_of("random"), _functions_of("numpy.random")
     _replace(random, {name: numbers.fixed(name, f) for name, f in of_python.items()})
@@ -96,7 +96,7 @@ class _PythonNumbers(random.Random):
         return self.normalvariate(mu, sigma)
 
 
-class _Arrays:
+class _ArrayDraws:
     """Lets each call of numpy begin at a state of its own, and gives every example the same numbers."""
 
     def __init__(self, draws: Draws, drawn: Drawn):

@@ -31,7 +31,7 @@ from .bounds import (
 from .cells import Cells, dates, numbers, read_cells
 from .extra import needed
 from .mechanisms import CountNoise, frequent, noisy_counts
-from .price import Budget
+from .price import LearningBudget
 from .schema import KIND_OF_TASK, Column, Schema, Task
 from .split import owner_codes
 
@@ -142,7 +142,7 @@ def learn(
     kept = np.arange(len(frame)) if owners is None else capped(owners, per_owner, len(frame))
     # with owners their number is public, and that of their rows is not
     n = len(frame) if owners is None else len(owner_codes(owners, len(frame), "learn")[1])
-    budget = Budget.of(schema, n, rows, epsilon, delta)
+    budget = LearningBudget.of(schema, n, rows, epsilon, delta)
     learning = _Learning(schema, frame.iloc[kept], budget, record)
     return learning.learnt()
 
@@ -173,7 +173,7 @@ class _Learning:
         self,
         schema: Schema,
         frame: DataFrame,
-        budget: Budget,
+        budget: LearningBudget,
         record: Callable[[privacy.Release], object] | None,
     ):
         self._open, self._keep = schema, record

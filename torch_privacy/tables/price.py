@@ -29,7 +29,7 @@ class Categories:
 
 
 @dataclass(frozen=True)
-class Budget:
+class LearningBudget:
     """The price of each release, fixed before the first one."""
 
     rows: int  # by which neighboring tables differ at most
@@ -48,7 +48,7 @@ class Budget:
         return [(event, 1) for event in events]
 
     @classmethod
-    def of(cls, schema: Schema, n: int, rows: int, epsilon: float, delta: float) -> Budget:
+    def of(cls, schema: Schema, n: int, rows: int, epsilon: float, delta: float) -> LearningBudget:
         """Returns the budget that spends at most ``epsilon`` at ``delta``."""
         rho = COMPOSING * _largest_rho(epsilon, (1 - THRESHOLD_PART) * delta)
         for _ in range(TRIES):
@@ -60,7 +60,7 @@ class Budget:
         raise ValueError(f"learn: epsilon={epsilon!r} at delta={delta!r} cannot be met. Raise one of them.")
 
     @classmethod
-    def _with(cls, schema: Schema, n: int, rows: int, rho: float, delta: float) -> Budget:
+    def _with(cls, schema: Schema, n: int, rows: int, rho: float, delta: float) -> LearningBudget:
         parts = {part: PARTS[part] for part in ("counts", *_needed(schema))}
         share = rho / sum(parts.values())
         counts = CountNoise(rows, sum(column.kind != "ignored" for column in schema.columns), share * parts["counts"])

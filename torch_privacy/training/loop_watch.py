@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..rehearsal.comparison import CARRIES, Comparison, quoted
+from ..rehearsal.comparison import CARRIES, AnswerComparison, quoted
 from ..rehearsal.turn import Answers, Turn
 from ..sampling.batches import DatasetExamples
 from ..support.model_state import ModelState
@@ -308,7 +308,7 @@ class _Runs:
     ):
         self._watch, self._examples, self._earlier, self._step = watch, examples, earlier, step
         self._private = private
-        self._comparison, self._rows = Comparison(examples.count, units), rows
+        self._comparison, self._rows = AnswerComparison(examples.count, units), rows
         self.found: Mapping[_Key, Variable] = {}  # the variables, if they are not to be looked for again
         self._exchange = Exchange([], [])
         self._batch_turn = Exchange([], [])  # what it changes is put back before more runs

@@ -24,7 +24,7 @@ from .bystanders import OtherOptimizers, OutsideForwards
 from .loop_watch import LoopWatch
 from .machine import Machine
 from .placement import Placement, Ranked
-from .reached_parameters import Reached
+from .reached_parameters import ReachedParameters
 from .rehearsals import Rehearsals
 from .resuming import Resuming
 from .run_files import RunFiles, open_files
@@ -103,7 +103,7 @@ def make_setup(
 def make_state(setup: Setup) -> State:
     """Returns the state of a training before its first step, which has no releases and rehearsals yet."""
     tensors = setup.tensors()
-    reached = Reached(padding_rows(setup.model, tensors.trained), setup.mechanism)
+    reached = ReachedParameters(padding_rows(setup.model, tensors.trained), setup.mechanism)
     state, placement = State(tensors, reached, OutsideForwards(setup.batches)), setup.placement
     state.guard = WeightGuard(while_alive(state, lambda present: optimized(placement, present.tensors), {}))
     return state

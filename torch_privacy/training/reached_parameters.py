@@ -22,7 +22,7 @@ WARNED = (
 )
 
 
-class Reached:
+class ReachedParameters:
     """Remembers what the batches so far have shown of the parameters, and of the mechanism's choices.
 
     Args:

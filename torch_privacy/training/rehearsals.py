@@ -15,7 +15,7 @@ from ..jacobian.recording.coverage import CodePath, RehearsedCode
 from ..mechanisms.base import Summation
 from ..rehearsal.comparison import ALIKE, NEGLIGIBLE, not_repeated, repeats, shows_dependence
 from ..rehearsal.kept import draw_few, draw_halves, without_ends
-from ..rehearsal.rehearsal import Memory, Rehearsal
+from ..rehearsal.rehearsal import Rehearsal, RehearsalMemory
 from ..rehearsal.turn import Answers, Turn
 from ..sampling.batches import DatasetExamples
 from ..sampling.item_check import ItemCheck
@@ -74,7 +74,7 @@ class FirstRun:
         return repeats(second[:, :2], first[:, :2], torch.stack([scale, scale * first[:, 2]], 1))
 
 
-class Settings:
+class ModelSettings:
     """Holds the modes of modules, the numbers of torch's own layers, and which parameters require a gradient."""
 
     def __init__(self, places: SettingPlaces):
@@ -146,7 +146,7 @@ class Part:
     before: ModelState | None = None  # the model's, to be put back if the part is restarted
     first: FirstRun | None = None  # of the batch, if it was set aside because it ran new code
     step: int = 0
-    settings: Settings | None = None  # when it began
+    settings: ModelSettings | None = None  # when it began
     rates: list[dict[str, Any]] | None = None  # the optimizer's settings at its first turn
     start: Any = None  # position at which its random numbers begin, if it is rehearsed
     answered: Answered | None = None  # what the batch itself gave
@@ -197,7 +197,7 @@ class Rehearsals:
     epoch: float
     watch: LoopWatch
     items: ItemCheck | None = None
-    memory: Memory = field(default_factory=Memory)
+    memory: RehearsalMemory = field(default_factory=RehearsalMemory)
     keeps_state: bool | None = None  # whether turns change buffers or attributes; None before the first rehearsal
     last_passed: int = -1  # the last step with a rehearsal that passed
     coupled: Coupled | None = None  # releases that may leak, if a rehearsal has failed
@@ -256,7 +256,7 @@ class Rehearsals:
             thorough,
             before,
             step=step,
-            settings=Settings(self._places),
+            settings=ModelSettings(self._places),
         )
 
     def restart(self, part: Part, first: FirstRun | None) -> None:

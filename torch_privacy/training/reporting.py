@@ -17,7 +17,7 @@ from .run_files import LOSSES_NOT_COVERED, Scores, checked_scores
 from .saved_model import check_alike, unreleased, weights_of
 from .settings import check_delta
 from .state import Setup, State
-from .statement import Progress, Spent
+from .statement import Spent, TrainingProgress
 from .step_run import StepRun
 
 
@@ -174,5 +174,5 @@ class Reporting:
 
         ranks.first_does("writes the run folder", write)
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> TrainingProgress:
         return self._state.progress(self._setup.callbacks)

@@ -22,7 +22,7 @@ ENDING = ".safetensors"
 UNFIT = (RuntimeError, LookupError, ValueError, TypeError, AttributeError)  # what parts raise for a wrong state
 
 
-class Part(Protocol):
+class Stateful(Protocol):
     """Something with a state, such as a model, an optimizer, a scheduler or a `MovingAverage`."""
 
     def state_dict(self) -> Any:
@@ -34,7 +34,7 @@ class Part(Protocol):
         ...
 
 
-def save_secret(training: PrivateTraining, path: Path | str, **parts: Part) -> None:
+def save_secret(training: PrivateTraining, path: Path | str, **parts: Stateful) -> None:
     """Writes ``training.state_dict()``, which holds the keys, into a file that its owner alone can read.
 
     The states of other parts can go into the same file: ``save_secret(training, path, model=model,
@@ -71,7 +71,7 @@ def save_secret(training: PrivateTraining, path: Path | str, **parts: Part) -> N
 
 
 def load_secret(
-    training: PrivateTraining, path: Path | str, replay: Literal["exact", "skip"] | None = None, **parts: Part
+    training: PrivateTraining, path: Path | str, replay: Literal["exact", "skip"] | None = None, **parts: Stateful
 ) -> int | None:
     """Reads what `save_secret` wrote, and calls ``load_state_dict`` of the training and of all parts with it.
 

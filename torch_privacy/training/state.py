@@ -24,12 +24,12 @@ from ..support.model_state import ModelTensors
 from ..support.validate import Refused
 from .bystanders import OutsideForwards
 from .placement import Placement, local_of
-from .reached_parameters import Reached
+from .reached_parameters import ReachedParameters
 from .rehearsals import Rehearsals
 from .release import Releases
 from .schedule import Plan
 from .settings import TrainingSettings
-from .statement import Account, Progress
+from .statement import Account, TrainingProgress
 from .weights import WeightGuard
 
 DIVERGED = 1e6  # a weight beyond which a failed check is blamed on its size
@@ -105,7 +105,7 @@ class State:
     """
 
     tensors: ModelTensors
-    reached: Reached
+    reached: ReachedParameters
     outside: OutsideForwards
     guard: WeightGuard = field(init=False)
     releases: Releases = field(init=False)
@@ -127,10 +127,10 @@ class State:
         account.count_lost(releases.num_lost)
         self.rehearsals.num_steps = account.steps_allowed
 
-    def progress(self, callbacks: tuple[str, ...]) -> Progress:
+    def progress(self, callbacks: tuple[str, ...]) -> TrainingProgress:
         """Returns what a privacy statement depends on."""
         rehearsals = self.rehearsals
-        return Progress(
+        return TrainingProgress(
             self.step,
             self.stop_reason,
             self.guard.moved_otherwise(self.step),

@@ -29,7 +29,7 @@ CHOICE_OF_SETTINGS = "the choice of hyper-parameters by looking at this data"
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Holds the progress of a training, on which its privacy statement depends."""
 
     steps_made: int
@@ -92,7 +92,7 @@ class Account:
         """Returns the privacy profile of the releases so far."""
         return self._ledger.profile()
 
-    def planned_profile(self, progress: Progress) -> privacy.Profile:
+    def planned_profile(self, progress: TrainingProgress) -> privacy.Profile:
         """Returns the privacy profile of the releases so far and of the steps still planned."""
         releases = self._planned_releases(progress)
         if releases == self._ledger.events:
@@ -102,14 +102,14 @@ class Account:
             self._planned = key, privacy.compose(releases)
         return self._planned[1]
 
-    def covering_releases(self, progress: Progress) -> list[tuple[privacy.Event, int]]:
+    def covering_releases(self, progress: TrainingProgress) -> list[tuple[privacy.Event, int]]:
         """Returns the releases with the epsilon to report: see `statement`."""
         return self._ledger.events if self._is_over(progress) else self._planned_releases(progress)
 
-    def _planned_releases(self, progress: Progress) -> list[tuple[privacy.Event, int]]:
+    def _planned_releases(self, progress: TrainingProgress) -> list[tuple[privacy.Event, int]]:
         return Plan([*self._ledger.events, *self._plan.between(progress.steps_made, self.steps_allowed)]).releases
 
-    def spent(self, progress: Progress, delta: float, group_size: int | None = None) -> Spent:
+    def spent(self, progress: TrainingProgress, delta: float, group_size: int | None = None) -> Spent:
         """Returns the privacy spent by the releases so far, and by all that are planned.
 
         With a group size it is that of a person with at most that number of examples.
@@ -136,7 +136,7 @@ class Account:
             is_public=warning is not None and warning != AUDIT,
         )
 
-    def statement(self, progress: Progress, mechanism: Mechanism) -> dict[str, Any]:
+    def statement(self, progress: TrainingProgress, mechanism: Mechanism) -> dict[str, Any]:
         """Returns everything that determines the guarantee, as plain data."""
         settings, warning = self._settings, self.warning(progress)
         budget = settings.budget
@@ -209,7 +209,7 @@ class Account:
             "examples_per_owner": owners.per_owner,
         }
 
-    def warning(self, progress: Progress) -> str | None:
+    def warning(self, progress: TrainingProgress) -> str | None:
         """Returns the reason if the training is not private."""
         if self._settings.test_seed is not None:
             return NOT_PRIVATE
@@ -223,11 +223,11 @@ class Account:
             return MOVED.format(progress.moved_otherwise)
         return next((release.warning for release in self._settings.prior_releases if release.warning), None)
 
-    def _covering(self, progress: Progress) -> privacy.Profile:
+    def _covering(self, progress: TrainingProgress) -> privacy.Profile:
         """Returns the profile that holds wherever training stops; that of the steps made if the stop is independent."""
         return self.profile() if self._is_over(progress) else self.planned_profile(progress)
 
-    def _is_over(self, progress: Progress) -> bool:
+    def _is_over(self, progress: TrainingProgress) -> bool:
         return progress.stop_reason is not None or progress.steps_made >= self.steps_allowed
 
     def _as_json(self, profile: privacy.Profile) -> dict[str, float | None] | None:

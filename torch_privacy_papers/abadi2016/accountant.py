@@ -18,7 +18,7 @@ import numpy as np
 from torch_privacy import privacy
 from torch_privacy.experiments.study import Study
 from torch_privacy.report import figures as plots
-from torch_privacy.runs.rows import CLT, EXACT, MOMENTS, PRIVACY_COLUMNS, Column, Computation, Context, Numbers
+from torch_privacy.runs.rows import CLT, EXACT, MOMENTS, PRIVACY_COLUMNS, Computation, Context, Numbers, TableColumn
 from torch_privacy_papers.abadi2016.levels import LEVELS, Level
 
 NOISE, PROBABILITY, DELTA = 4.0, 0.01, 1e-5
@@ -26,11 +26,11 @@ EPOCHS = 100, 400  # at which the paper quotes numbers
 STRONG, STRONG_VALID = "strong", "strong_valid"
 MOMENTS_DELTA, EXACT_DELTA = "delta_moments", "delta"
 COLUMNS = {
-    STRONG: Column("strong, as in 2016", digits=2),
-    STRONG_VALID: Column("strong, valid", digits=2),
+    STRONG: TableColumn("strong, as in 2016", digits=2),
+    STRONG_VALID: TableColumn("strong, valid", digits=2),
     **{key: PRIVACY_COLUMNS[key] for key in (MOMENTS, CLT, EXACT)},
-    MOMENTS_DELTA: Column("delta, moments", scientific=True),
-    EXACT_DELTA: Column("delta, certified", scientific=True),
+    MOMENTS_DELTA: TableColumn("delta, moments", scientific=True),
+    EXACT_DELTA: TableColumn("delta, certified", scientific=True),
 }
 PAPER = {100: {STRONG: 9.34, MOMENTS: 1.26}, 400: {STRONG: 24.22, MOMENTS: 2.55}}
 NOTES = (

@@ -15,12 +15,12 @@ import numpy as np
 from torch_privacy.report import figures as plots
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import Metrics
-from torch_privacy.runs.rows import Column, Computation, Context, Numbers, folder_name, rows_folder
+from torch_privacy.runs.rows import Computation, Context, Numbers, TableColumn, folder_name, rows_folder
 from torch_privacy_papers.abadi2016.levels import LEVELS, most_steps
 
 EPSILONS = 0.25, 0.5, 1, 2, 4, 8
 DELTAS = 1e-5, 1e-4, 1e-3, 1e-2
-COLUMNS = {f"delta {delta:g}": Column(f"delta {delta:g}", digits=1, percent=True) for delta in DELTAS}
+COLUMNS = {f"delta {delta:g}": TableColumn(f"delta {delta:g}", digits=1, percent=True) for delta in DELTAS}
 PAPER = {0.25: {"delta 0.01": 0.90}, **{level.epsilon: {"delta 1e-05": level.accuracy} for level in LEVELS}}
 NOTE = (
     "Rows of one epsilon (Figure 4): the accuracy after the last epoch within (epsilon, delta), by certified "

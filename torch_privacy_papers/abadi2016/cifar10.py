@@ -28,7 +28,15 @@ from torch_privacy.data import PublicImages, load_cifar10, load_labeled_public_i
 from torch_privacy.experiments import task
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Task, seeded
-from torch_privacy.runs.rows import ACCURACY_COLUMN, BASELINE, BASELINE_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
+from torch_privacy.runs.rows import (
+    ACCURACY_COLUMN,
+    BASELINE,
+    BASELINE_COLUMN,
+    EXACT,
+    PRIVACY_COLUMNS,
+    SCORE,
+    TrainingRow,
+)
 from torch_privacy_papers.models.augmentation import cropped, flipped, relit
 from torch_privacy_papers.models.networks import abadi_cnn
 
@@ -140,15 +148,15 @@ def pretrained(folder: str | None, num_epochs: float) -> dict[str, Tensor]:
     return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
-def rows(quick: bool) -> Sequence[Training]:
+def rows(quick: bool) -> Sequence[TrainingRow]:
     """Returns the paper's three epsilons, the last with a baseline; a quick look makes few steps at the first."""
     levels = {2: (2000, 0.67), 4: (4000, 0.70), 8: (4000, 0.73)}
     if quick:
         small = {"epochs": 0.02, "expected_batch_size": 100, "pretraining_epochs": 0.3}
-        return [Training("epsilon 2", small, {SCORE: 0.67})]
+        return [TrainingRow("epsilon 2", small, {SCORE: 0.67})]
     last = max(levels)
     return [
-        Training(
+        TrainingRow(
             f"epsilon {epsilon}",
             {"expected_batch_size": lot, "epochs": epochs_until(epsilon, lot), "baseline": epsilon == last},
             {SCORE: accuracy, **({BASELINE: 0.80} if epsilon == last else {})},

@@ -43,7 +43,7 @@ from torch_privacy.runs.rows import (
     PRIVACY_COLUMNS,
     SCORE,
     Row,
-    Training,
+    TrainingRow,
 )
 from torch_privacy.support import validate as _check
 from torch_privacy_papers.abadi2016 import accuracies
@@ -182,11 +182,11 @@ def rows(quick: bool) -> Sequence[Row]:
     paper = [{SCORE: level.accuracy, MOMENTS: level.epsilon} for level in LEVELS]
     paper[1][BASELINE] = 0.983  # after about 100 epochs
     published = [
-        Training(level.name, {**chosen, "epochs": n, "baseline": level is LEVELS[1]}, numbers)
+        TrainingRow(level.name, {**chosen, "epochs": n, "baseline": level is LEVELS[1]}, numbers)
         for level, chosen, n, numbers in zip(LEVELS, settings, epochs, paper, strict=True)
     ]
     certified = [
-        Training(
+        TrainingRow(
             level.certified_name,
             {**chosen, "epochs": level.certified_epochs, "baseline": False},
             {SCORE: level.accuracy, MOMENTS: level.epsilon},

@@ -29,12 +29,12 @@ from torch_privacy.runs.rows import (
     GAP_COLUMN,
     PRIVACY_COLUMNS,
     SCORE,
-    Column,
     Computation,
     Context,
     Numbers,
     Row,
-    Training,
+    TableColumn,
+    TrainingRow,
 )
 from torch_privacy_papers.abadi2016 import mnist
 from torch_privacy_papers.abadi2016.levels import LAYERS
@@ -49,9 +49,9 @@ COLUMNS = {
     SCORE: ACCURACY_COLUMN,
     GAP: GAP_COLUMN,
     EXACT: PRIVACY_COLUMNS[EXACT],
-    TIME: Column("ms / step, components", digits=1),
-    TIME_PIXELS: Column("ms / step, pixels", digits=1),
-    SPEEDUP: Column("times as fast", digits=1),
+    TIME: TableColumn("ms / step, components", digits=1),
+    TIME_PIXELS: TableColumn("ms / step, pixels", digits=1),
+    SPEEDUP: TableColumn("times as fast", digits=1),
 }
 NOTES = (
     "Every training ends before epsilon would exceed 2, the release of the components included. Trainings without "
@@ -77,7 +77,7 @@ def rows(quick: bool) -> Sequence[Row]:
     }
     short = {"epochs": 1.0} if quick else {}
     trained = [
-        Training(name, {**settings, "epochs": epochs_within_budget(replace(DEFAULTS, **settings)), **short}, paper)
+        TrainingRow(name, {**settings, "epochs": epochs_within_budget(replace(DEFAULTS, **settings)), **short}, paper)
         for name, (settings, paper) in chosen.items()
     ]
     return [*trained, Computation("time of a step", times, {SPEEDUP: 10.0})]

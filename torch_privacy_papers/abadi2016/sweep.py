@@ -23,14 +23,14 @@ import numpy as np
 from torch_privacy import privacy
 from torch_privacy.experiments.study import Study
 from torch_privacy.report import figures as plots
-from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
+from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, TrainingRow
 from torch_privacy_papers.abadi2016 import mnist
 from torch_privacy_papers.abadi2016.levels import LAYERS
 from torch_privacy_papers.abadi2016.mnist import Settings
 
 EPSILON, NUM_EXAMPLES = 2.0, 60_000
 COLUMNS = {SCORE: ACCURACY_COLUMN, EXACT: PRIVACY_COLUMNS[EXACT]}
-NOTES = ("Each row is the reference with one setting replaced. Training ends before epsilon would exceed 2.",)
+NOTES = ("Each row is the reference with one setting replaced. TrainingRow ends before epsilon would exceed 2.",)
 
 
 DEFAULTS = replace(mnist.DEFAULTS, baseline=False)  # the reference
@@ -72,7 +72,7 @@ DECREASING: dict[str, dict[str, Any]] = {  # noise that is scaled to end at epsi
 }
 
 
-def rows(quick: bool) -> Sequence[Training]:
+def rows(quick: bool) -> Sequence[TrainingRow]:
     """Returns the reference and each setting's other values; a quick look trains the extremes for one epoch."""
     chosen = [
         (factor.row_name(value), _settings(factor, value))
@@ -80,12 +80,12 @@ def rows(quick: bool) -> Sequence[Training]:
         for value in (factor.values[:: len(factor.values) - 1] if quick else factor.values)
     ]
     epochs = {"epochs": 1.0} if quick else {}
-    reference = Training(REFERENCE, {"epochs": epochs_within_budget(DEFAULTS), **epochs}, {SCORE: 0.95})
+    reference = TrainingRow(REFERENCE, {"epochs": epochs_within_budget(DEFAULTS), **epochs}, {SCORE: 0.95})
     if not quick:
         chosen += [(name, _within_budget(changed)) for name, changed in TOGETHER.items()]
         scaled = {**reference.settings, "noise_multiplier": None, "target_epsilon": EPSILON}
         chosen += [(name, {**scaled, **changed}) for name, changed in DECREASING.items()]
-    return [reference, *(Training(name, {**settings, **epochs}) for name, settings in chosen)]
+    return [reference, *(TrainingRow(name, {**settings, **epochs}) for name, settings in chosen)]
 
 
 def _settings(factor: Factor, value: float) -> dict[str, Any]:

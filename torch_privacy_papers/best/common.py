@@ -24,7 +24,7 @@ from torch_privacy.data import Data, PublicImages
 from torch_privacy.experiments import task
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Task
-from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
+from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, TrainingRow
 from torch_privacy.support import validate as _check
 from torch_privacy_papers.models.scattering import scattering
 
@@ -117,10 +117,10 @@ class Recipes:
             not_covered=(*data.not_covered, "the choice of the settings"),
         )
 
-    def rows(self, names: Sequence[str], quick: bool) -> Sequence[Training]:
+    def rows(self, names: Sequence[str], quick: bool) -> Sequence[TrainingRow]:
         """Returns the named recipes at every epsilon; a quick look has epsilon 3 only and fewer steps."""
         return [
-            Training(
+            TrainingRow(
                 f"{name}, epsilon {epsilon:g}",
                 self._differing(names[0], name) | self._settings(name, epsilon, quick),
                 self._paper(name, epsilon),

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 from torch_privacy.data import Data, load_public_images
 from torch_privacy.experiments.study import Study
 from torch_privacy.privacy import calibrate
-from torch_privacy.runs.rows import ACCURACY_COLUMN, SCORE, Training
+from torch_privacy.runs.rows import ACCURACY_COLUMN, SCORE, TrainingRow
 from torch_privacy_papers.best import cifar10
 from torch_privacy_papers.best.common import EPSILONS, Recipe, Recipes, Settings, linear, whitened_by
 
@@ -36,7 +36,7 @@ TARGETS = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class TuningChoice:
     """Features, and the steps of a training on them; the defaults are those of ``best-cifar10``."""
 
     cells: int = cifar10.CELLS
@@ -76,15 +76,15 @@ class Choice:
         return Recipe(partial(linear, num_features, 2), {}, {}, inputs, load_public_images)
 
 
-PATCHES = Choice()
-SCATTERING = Choice(
+PATCHES = TuningChoice()
+SCATTERING = TuningChoice(
     filters=0,
     shrinkage=cifar10.SCATTERING_SHRINKAGE,
     batch_size=TARGETS["scattering"].expected_batch_size,
     epochs=TARGETS["scattering"].epochs,
 )
 RATES, SCATTERING_RATES = (0.125, 0.25, 0.5), (0.25, 0.5, 1.0)
-GRID = [Choice(cells=cells, shrinkage=shrinkage) for cells in (2, 3) for shrinkage in (0.1, 0.4, 1.6)]
+GRID = [TuningChoice(cells=cells, shrinkage=shrinkage) for cells in (2, 3) for shrinkage in (0.1, 0.4, 1.6)]
 CHANGED = [
     *(replace(PATCHES, filters=filters) for filters in (400, 1_600)),
     replace(PATCHES, mirrored=False),
@@ -112,13 +112,13 @@ def _both_ways(images: Tensor) -> TensorDataset:
     return TensorDataset(torch.cat([images, images.flip(2)]), torch.arange(2).repeat_interleave(len(images)))
 
 
-def rows(quick: bool) -> Sequence[Training]:
+def rows(quick: bool) -> Sequence[TrainingRow]:
     """Returns a row for everything that was tried; a quick look has one row."""
     found = [_row(*tried) for tried in TRIED[: 1 if quick else None]]
     return [replace(row, settings={**row.settings, "epochs": 2}) for row in found] if quick else found
 
 
-def _row(epsilon: float, choice: Choice, rate: float) -> Training:
+def _row(epsilon: float, choice: TuningChoice, rate: float) -> TrainingRow:
     usual = SCATTERING if not choice.filters else PATCHES
     steps = "" if choice.num_steps == usual.num_steps else f", batches of {choice.batch_size:,}, {choice.epochs} epochs"
     settings = {
@@ -127,10 +127,10 @@ def _row(epsilon: float, choice: Choice, rate: float) -> Training:
         "learning_rate": rate,
         "epochs": float(choice.num_steps),  # each of one batch
     }
-    return Training(f"epsilon {epsilon:g}, {choice.features}{steps}, rate {rate:g}", settings)
+    return TrainingRow(f"epsilon {epsilon:g}, {choice.features}{steps}, rate {rate:g}", settings)
 
 
-_noise_multiplier = cache(Choice.noise_multiplier)
+_noise_multiplier = cache(TuningChoice.noise_multiplier)
 
 
 CHOICES = {choice.features: choice.recipe() for choice in (*GRID, *CHANGED, *SCATTERINGS)}

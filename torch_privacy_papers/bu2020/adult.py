@@ -31,7 +31,7 @@ from torch_privacy.runs.rows import (
     Context,
     Numbers,
     Row,
-    Training,
+    TrainingRow,
 )
 from torch_privacy.support import validate as _check
 from torch_privacy_papers.models.networks import adult_perceptron
@@ -90,7 +90,7 @@ def rows(quick: bool) -> Sequence[Row]:
     paper = {SCORE: 0.840, BASELINE: 0.845, MU: 2.03}
     others = {"nearest neighbors": 0.797, "naive Bayes": 0.838, "decision tree": 0.845}
     return [
-        Training("NoisySGD", {**PAPER, "epochs": 2} if quick else PAPER, paper),
+        TrainingRow("NoisySGD", {**PAPER, "epochs": 2} if quick else PAPER, paper),
         *(
             Computation(name, partial(other_method, name), {SCORE: score}, seeded=True, needs="scikit-learn")
             for name, score in others.items()

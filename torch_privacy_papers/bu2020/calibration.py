@@ -19,18 +19,18 @@ from torch_privacy import privacy
 from torch_privacy.experiments.study import Study
 from torch_privacy.privacy.summary import compose_steps
 from torch_privacy.report import figures as plots
-from torch_privacy.runs.rows import MU, Column, Computation, Context, Numbers
+from torch_privacy.runs.rows import MU, Computation, Context, Numbers, TableColumn
 from torch_privacy_papers.bu2020.table1 import DELTA, PROBABILITY
 
 TARGET, NOISE_CLT, NOISE_EXACT = "target", "noise_clt", "noise_exact"
 TRUTH_CLT, TRUTH_DELTA = "epsilon_of_clt_noise", "delta_of_clt_noise"
 COLUMNS = {
-    TARGET: Column("eps, moments", digits=2),
-    NOISE_CLT: Column("sigma by CLT"),
-    NOISE_EXACT: Column("sigma, exact"),
-    MU: Column("mu", digits=2),
-    TRUTH_CLT: Column("eps of CLT's sigma"),
-    TRUTH_DELTA: Column("its delta", scientific=True),
+    TARGET: TableColumn("eps, moments", digits=2),
+    NOISE_CLT: TableColumn("sigma by CLT"),
+    NOISE_EXACT: TableColumn("sigma, exact"),
+    MU: TableColumn("mu", digits=2),
+    TRUTH_CLT: TableColumn("eps of CLT's sigma"),
+    TRUTH_DELTA: TableColumn("its delta", scientific=True),
 }
 SETTINGS = {(1.3, 20): {TARGET: 1.34, NOISE_CLT: 1.06, MU: 0.35}, (0.7, 70): {TARGET: 8.68, NOISE_CLT: 0.638, MU: 1.78}}
 NOTES = (

@@ -26,9 +26,9 @@ from torch_privacy.runs.rows import (
     ACCURACY_COLUMN,
     PRIVACY_COLUMNS,
     SCORE,
-    Column,
     Numbers,
-    Training,
+    TableColumn,
+    TrainingRow,
     folder_name,
     rows_folder,
 )
@@ -40,8 +40,8 @@ BUDGET, AT_BUDGET = 4.0, "accuracy_at_4"
 REACHED = {0.95: "epochs_to_95", 0.96: "epochs_to_96", 0.97: "epochs_to_97"}
 COLUMNS = {
     SCORE: ACCURACY_COLUMN,
-    **{key: Column(f"epochs to {accuracy:.0%}".replace("%", " %"), digits=0) for accuracy, key in REACHED.items()},
-    AT_BUDGET: Column("accuracy at epsilon 4", digits=1, percent=True),
+    **{key: TableColumn(f"epochs to {accuracy:.0%}".replace("%", " %"), digits=0) for accuracy, key in REACHED.items()},
+    AT_BUDGET: TableColumn("accuracy at epsilon 4", digits=1, percent=True),
     **PRIVACY_COLUMNS,
 }
 NOTES = (
@@ -59,10 +59,10 @@ NOISES = {20: {"moments": 1.3, "CLT": 1.06, "certified": 1.086}, 70: {"moments":
 PAPER = {0.7: (23, 33, 64, 0.92), 0.638: (18, 26, 45, 0.96)}
 
 
-def rows(quick: bool) -> Sequence[Training]:
+def rows(quick: bool) -> Sequence[TrainingRow]:
     """Returns three trainings of 20 epochs, and three of 70; a quick look makes one epoch of each."""
     return [
-        Training(
+        TrainingRow(
             f"sigma {noise:g}, {method}, {epochs} epochs",
             {"noise_multiplier": noise, "epochs": 1 if quick else epochs},
             dict(zip((*REACHED.values(), AT_BUDGET), PAPER.get(noise, ()), strict=False)),

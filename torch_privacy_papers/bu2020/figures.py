@@ -20,17 +20,17 @@ from torch_privacy.experiments.study import Study
 from torch_privacy.privacy import Bracket, tradeoff
 from torch_privacy.privacy.summary import compose_steps
 from torch_privacy.report import figures as plots
-from torch_privacy.runs.rows import CLT, EXACT, MOMENTS, MU, PRIVACY_COLUMNS, Column, Computation, Context, Numbers
-from torch_privacy_papers.bu2020.table1 import DELTA, PROBABILITY, TABLE, Setting
+from torch_privacy.runs.rows import CLT, EXACT, MOMENTS, MU, PRIVACY_COLUMNS, Computation, Context, Numbers, TableColumn
+from torch_privacy_papers.bu2020.table1 import DELTA, PROBABILITY, TABLE, PrintedSetting
 
 SUM_CLT, SUM_MOMENTS, SUM_EXACT = "errors_clt", "errors_moments", "errors"
 GAP = "gap"
 COLUMNS = {
     **PRIVACY_COLUMNS,
-    SUM_CLT: Column("errors, CLT", digits=1, percent=True),
-    SUM_MOMENTS: Column("errors, moments", digits=1, percent=True),
-    SUM_EXACT: Column("errors, certified", digits=1, percent=True),
-    GAP: Column("off its limit", digits=1, percent=True),
+    SUM_CLT: TableColumn("errors, CLT", digits=1, percent=True),
+    SUM_MOMENTS: TableColumn("errors, moments", digits=1, percent=True),
+    SUM_EXACT: TableColumn("errors, certified", digits=1, percent=True),
+    GAP: TableColumn("off its limit", digits=1, percent=True),
 }
 PAPER_SUMS = {1.1: {SUM_CLT: 0.776, SUM_MOMENTS: 0.094}}
 NOTES = (
@@ -55,7 +55,7 @@ def rows(quick: bool) -> Sequence[Computation]:
     return [*lines, Computation("sigma 1.1, one epoch", distance_from_limit)]
 
 
-def errors_of(line: Setting, context: Context) -> Numbers:
+def errors_of(line: PrintedSetting, context: Context) -> Numbers:
     """Returns the epsilons of a line of Table 1, and the smallest sum of errors by each accountant."""
     setting = line.noise_multiplier, PROBABILITY, line.num_steps
     limit, moments, profile = privacy.clt(*setting), privacy.moments(*setting, DELTA), compose_steps(*setting)

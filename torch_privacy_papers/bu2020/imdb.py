@@ -38,7 +38,7 @@ from torch_privacy.runs.rows import (
     Context,
     Numbers,
     Row,
-    Training,
+    TrainingRow,
 )
 from torch_privacy.support import validate as _check
 from torch_privacy_papers.bu2020 import sparse_norms
@@ -99,11 +99,14 @@ def rows(quick: bool) -> Sequence[Row]:
     epochs = {"epochs": 2} if quick else {}
     authors = Computation("the authors' norms", partial(with_sparse_norms, epochs), {SCORE: 0.838}, seeded=True)
     return [
-        Training("NoisyAdam", epochs, {SCORE: 0.838, BASELINE: 0.847, MU: 2.07}),
+        TrainingRow("NoisyAdam", epochs, {SCORE: 0.838, BASELINE: 0.847, MU: 2.07}),
         authors,
-        Training("NoisyAdam, without padding", {**epochs, "padded": False}),
-        Training("NoisyAdaGrad", {**epochs, **_by("AdaGrad")}),
-        *(Training(f"NoisySGD, rate {rate:g}", {**epochs, **_by("SGD"), "learning_rate": rate}) for rate in SGD_RATES),
+        TrainingRow("NoisyAdam, without padding", {**epochs, "padded": False}),
+        TrainingRow("NoisyAdaGrad", {**epochs, **_by("AdaGrad")}),
+        *(
+            TrainingRow(f"NoisySGD, rate {rate:g}", {**epochs, **_by("SGD"), "learning_rate": rate})
+            for rate in SGD_RATES
+        ),
     ]
 
 

@@ -19,7 +19,7 @@ from torch_privacy.data import TrainingWords, load_imdb
 from torch_privacy.experiments import task
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Task, seeded
-from torch_privacy.runs.rows import MU, Training
+from torch_privacy.runs.rows import MU, TrainingRow
 from torch_privacy_papers.bu2020 import imdb
 from torch_privacy_papers.bu2020.imdb import Settings
 from torch_privacy_papers.models.networks import StackedLSTM
@@ -45,9 +45,9 @@ def build_task(settings: Settings) -> Task:
     )
 
 
-def rows(quick: bool) -> Sequence[Training]:
+def rows(quick: bool) -> Sequence[TrainingRow]:
     """Returns the private training, with its baseline; a quick look makes a few steps."""
-    return [Training("two-layer LSTM, NoisyAdam", {"epochs": 0.04, "baseline": False} if quick else {}, {MU: 2.07})]
+    return [TrainingRow("two-layer LSTM, NoisyAdam", {"epochs": 0.04, "baseline": False} if quick else {}, {MU: 2.07})]
 
 
 STUDY = Study(imdb.COLUMNS, rows, NOTES, DEFAULTS, build_task)

@@ -14,8 +14,8 @@ from functools import partial
 from torch_privacy.data import load_mnist
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Settings, Task, classification, seeded
-from torch_privacy.runs.rows import ACCURACY_COLUMN, CLT, MOMENTS, MU, PRIVACY_COLUMNS, SCORE, Training
-from torch_privacy_papers.bu2020.table1 import BATCH, DELTA, TABLE, Setting
+from torch_privacy.runs.rows import ACCURACY_COLUMN, CLT, MOMENTS, MU, PRIVACY_COLUMNS, SCORE, TrainingRow
+from torch_privacy_papers.bu2020.table1 import BATCH, DELTA, TABLE, PrintedSetting
 from torch_privacy_papers.models.networks import mnist_cnn
 
 COLUMNS = {SCORE: ACCURACY_COLUMN, **PRIVACY_COLUMNS}
@@ -36,19 +36,19 @@ def build_task(settings: Settings) -> Task:
     return classification(load_mnist(settings.data), partial(seeded, mnist_cnn, settings.seed), settings)
 
 
-def rows(quick: bool) -> Sequence[Training]:
+def rows(quick: bool) -> Sequence[TrainingRow]:
     """Returns the six lines of Table 1; a quick look makes one epoch of each."""
     return [_row(line, 1 if quick else line.epochs) for line in TABLE]
 
 
-def _row(line: Setting, epochs: float) -> Training:
+def _row(line: PrintedSetting, epochs: float) -> TrainingRow:
     settings = {
         "learning_rate": line.learning_rate,
         "noise_multiplier": line.noise_multiplier,
         "clip_norm": line.clip_norm,
         "epochs": epochs,
     }
-    return Training(line.name, settings, {SCORE: line.accuracy, MU: line.mu, CLT: line.clt, MOMENTS: line.moments})
+    return TrainingRow(line.name, settings, {SCORE: line.accuracy, MU: line.mu, CLT: line.clt, MOMENTS: line.moments})
 
 
 STUDY = Study(COLUMNS, rows, defaults=DEFAULTS, build_task=build_task)

@@ -31,12 +31,12 @@ from torch_privacy.runs.rows import (
     MU,
     PRIVACY_COLUMNS,
     SCORE,
-    Column,
     Computation,
     Context,
     Numbers,
     Row,
-    Training,
+    TableColumn,
+    TrainingRow,
 )
 from torch_privacy_papers.models.networks import Recommender
 
@@ -45,7 +45,7 @@ PAPER = {SCORE: 0.915, BASELINE: 0.893, MU: 1.94, CLT: 10.61, MOMENTS: 15.39}
 TINY = 1e-300  # a denominator of films without ratings
 HELD_OUT = 0.1  # of the training ratings, to stop the baseline early
 SAMPLING_PROBABILITY = 1 / 80
-COLUMNS = {SCORE: Column("RMSE"), BASELINE: Column("not private"), **PRIVACY_COLUMNS}
+COLUMNS = {SCORE: TableColumn("RMSE"), BASELINE: TableColumn("not private"), **PRIVACY_COLUMNS}
 NOTES = (
     "The paper's numbers are for MovieLens 1M. If it is not in the data folder, ours are for latest-small, which has "
     "a tenth of the ratings.",
@@ -111,7 +111,7 @@ def rows(quick: bool) -> Sequence[Row]:
         "nearest users": {SCORE: 0.923},
     }
     return [
-        Training(
+        TrainingRow(
             "NoisyAdam",
             {"epochs": 3} if quick else {},
             {SCORE: 0.915, BASELINE: 0.893, MU: 1.94, CLT: 10.61, MOMENTS: 15.39},

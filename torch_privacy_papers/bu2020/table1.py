@@ -12,7 +12,7 @@ PROBABILITY = BATCH / NUM_EXAMPLES
 DELTA = 1e-5
 
 
-class Setting(NamedTuple):
+class PrintedSetting(NamedTuple):
     """A line of the table: the settings of a training and its results."""
 
     learning_rate: float
@@ -36,10 +36,10 @@ class Setting(NamedTuple):
 
 
 TABLE = (
-    Setting(0.25, 1.3, 1.5, 15, 0.950, 0.23, 0.83, 1.19),
-    Setting(0.15, 1.1, 1.0, 60, 0.966, 0.57, 2.32, 3.01),
-    Setting(0.25, 0.7, 1.5, 45, 0.970, 1.13, 5.07, 7.10),
-    Setting(0.25, 0.6, 1.5, 62, 0.976, 2.00, 9.98, 13.27),
-    Setting(0.25, 0.55, 1.5, 68, 0.978, 2.76, 14.98, 18.72),
-    Setting(0.25, 0.5, 1.5, 100, 0.980, 4.78, 31.12, 32.40),
+    PrintedSetting(0.25, 1.3, 1.5, 15, 0.950, 0.23, 0.83, 1.19),
+    PrintedSetting(0.15, 1.1, 1.0, 60, 0.966, 0.57, 2.32, 3.01),
+    PrintedSetting(0.25, 0.7, 1.5, 45, 0.970, 1.13, 5.07, 7.10),
+    PrintedSetting(0.25, 0.6, 1.5, 62, 0.976, 2.00, 9.98, 13.27),
+    PrintedSetting(0.25, 0.55, 1.5, 68, 0.978, 2.76, 14.98, 18.72),
+    PrintedSetting(0.25, 0.5, 1.5, 100, 0.980, 4.78, 31.12, 32.40),
 )

@@ -23,7 +23,7 @@ from torch_privacy.experiments.task import Task
 from torch_privacy.privacy.bracket import Array
 from torch_privacy.report import figures as plots
 from torch_privacy.report import style
-from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
+from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, TrainingRow
 from torch_privacy_papers.bu2021 import common as jl
 from torch_privacy_papers.bu2021.tables import ON_MNIST
 
@@ -63,11 +63,11 @@ def build_task(settings: Settings) -> Task:
     return replace(task, train=_first(task.train, settings.num_examples), test=_first(task.test, TESTED))
 
 
-def rows(quick: bool) -> Sequence[Training]:
+def rows(quick: bool) -> Sequence[TrainingRow]:
     """Returns every number of projections with every number of examples; a quick look has fewer examples and epochs."""
     sizes, epochs = ((QUICK_SIZE,), 2) if quick else (SIZES, EPOCHS)
     return [
-        Training(name(size, r), {"num_examples": size, "num_projections": r, "epochs": epochs})
+        TrainingRow(name(size, r), {"num_examples": size, "num_projections": r, "epochs": epochs})
         for size in sizes
         for r in PROJECTIONS
     ]

@@ -33,20 +33,20 @@ from torch_privacy.runs.rows import (
     EXACT,
     PRIVACY_COLUMNS,
     SCORE,
-    Column,
     Computation,
     Context,
     Number,
     Numbers,
     Row,
-    Training,
+    TableColumn,
+    TrainingRow,
     folder_name,
     rows_folder,
 )
 from torch_privacy_papers.bu2021.measure import Step, largest_that_fits, peak_bytes, seconds_by_turns
 from torch_privacy_papers.bu2021.methods import (
     Maker,
-    Problem,
+    TimedProblem,
     multiple,
     non_private,
     ours,
@@ -58,12 +58,12 @@ from torch_privacy_papers.bu2021.methods import (
 SECONDS, RATIO, MEMORY, LARGEST = "seconds_per_epoch", "ratio", "peak_mib", "largest_batch"
 REACHED = "epochs_to_goal"
 COLUMNS = {
-    SECONDS: Column("s / epoch", digits=1),
-    RATIO: Column("x non-private", digits=2),
-    MEMORY: Column("peak MiB", digits=0),
-    LARGEST: Column("largest batch", digits=0),
+    SECONDS: TableColumn("s / epoch", digits=1),
+    RATIO: TableColumn("x non-private", digits=2),
+    MEMORY: TableColumn("peak MiB", digits=0),
+    LARGEST: TableColumn("largest batch", digits=0),
     SCORE: ACCURACY_COLUMN,
-    REACHED: Column("epochs to goal", digits=0),
+    REACHED: TableColumn("epochs to goal", digits=0),
     EXACT: PRIVACY_COLUMNS[EXACT],
 }
 NOTES = (
@@ -112,7 +112,7 @@ class MicroBatchSettings(Settings):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class AccuracyComparison:
     """Compares the methods on one network and data set, and holds the paper's numbers.
 
     Args:
@@ -171,11 +171,11 @@ class Comparison:
             private=partial(_arguments, settings),
         )
 
-    def problem(self, data: TensorDataset, batch_size: int | None = None, *, quick: bool = False) -> Problem:
+    def problem(self, data: TensorDataset, batch_size: int | None = None, *, quick: bool = False) -> TimedProblem:
         """Returns what every method trains; a quick look has an eighth of the batch size."""
         settings = self.defaults
         assert settings.noise_multiplier is not None
-        return Problem(
+        return TimedProblem(
             self.quick_model or self.new_model if quick else self.new_model,
             partial(self._optimizer, settings.learning_rate),
             data,
@@ -204,21 +204,22 @@ class Comparison:
             numbers[RATIO] = numbers[SECONDS] / self.methods["non-private"][SECONDS]
         return numbers
 
-    def trainings(self, quick: bool) -> list[Training]:
+    def trainings(self, quick: bool) -> list[TrainingRow]:
         """Returns the trainings; a quick look has two of them, for a part of an epoch."""
         epochs = self.quick_epochs if quick else self.defaults.epochs
         found = [
-            Training(f"{TRAINED}{method_name(r)}", {"num_projections": r, "epochs": epochs}, paper)
+            TrainingRow(f"{TRAINED}{method_name(r)}", {"num_projections": r, "epochs": epochs}, paper)
             for r, paper in self.trained.items()
             if not quick or r in (0, 30)
         ]
         if self.shorter and not quick:
             how = "{epochs:g} epochs at rate {learning_rate:g}".format_map(self.shorter)
             found += [
-                Training(f"{TRAINED}{method_name(r)}, {how}", {"num_projections": r, **self.shorter}) for r in (0, 30)
+                TrainingRow(f"{TRAINED}{method_name(r)}, {how}", {"num_projections": r, **self.shorter})
+                for r in (0, 30)
             ]
         return found + [
-            Training(f"{TRAINED}micro-batches of {size}", {"micro_batch_size": size, "epochs": epochs})
+            TrainingRow(f"{TRAINED}micro-batches of {size}", {"micro_batch_size": size, "epochs": epochs})
             for size in self.micro_batches[: 1 if quick else None]
         ]
 
@@ -302,7 +303,7 @@ def _arguments(settings: Settings, model: nn.Module) -> dict[str, Any]:
     return {"clipping": tp.Sketched(count, clip_norm=settings.clip_norm, not_for_release=few)}
 
 
-def _numbers(comparison: Comparison, method: str, context: Context) -> Numbers:
+def _numbers(comparison: AccuracyComparison, method: str, context: Context) -> Numbers:
     """Returns one method's numbers; the first call measures all methods."""
     seconds, peaks = _measured(comparison, context)
     if method not in seconds:
@@ -318,7 +319,7 @@ def _numbers(comparison: Comparison, method: str, context: Context) -> Numbers:
 MEASURED: dict[Any, tuple[dict[str, float], dict[str, int]]] = {}
 
 
-def _measured(comparison: Comparison, context: Context) -> tuple[dict[str, float], dict[str, int]]:
+def _measured(comparison: AccuracyComparison, context: Context) -> tuple[dict[str, float], dict[str, int]]:
     """Measures seconds per epoch and peak bytes of a step for every available method; keeps them for other rows."""
     key = comparison.new_model, context
     if key not in MEASURED:
@@ -331,7 +332,12 @@ def _measured(comparison: Comparison, context: Context) -> tuple[dict[str, float
 
 
 def measure_steps(
-    problem: Problem, names: Sequence[str], budget: float, *, quick: bool, clock: Callable[[], float] = perf_counter
+    problem: TimedProblem,
+    names: Sequence[str],
+    budget: float,
+    *,
+    quick: bool,
+    clock: Callable[[], float] = perf_counter,
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Returns seconds and peak bytes of a step of every available method, measured alternately."""
     steps = _steps(problem, names, quick=quick)
@@ -342,7 +348,7 @@ def measure_steps(
     return seconds, peaks
 
 
-def _steps(problem: Problem, timed: Sequence[str], *, quick: bool) -> dict[str, Step]:
+def _steps(problem: TimedProblem, timed: Sequence[str], *, quick: bool) -> dict[str, Step]:
     """Returns every available method's step; that of vanilla twice, with few backward passes."""
     makers = {f"vanilla {only}": partial(vanilla, only=only) for only in FEW}
     makers |= {name: METHODS[name] for name in timed if name != "vanilla"}
@@ -359,7 +365,7 @@ def _steps(problem: Problem, timed: Sequence[str], *, quick: bool) -> dict[str, 
     return steps
 
 
-def _try_size(comparison: Comparison, method: str, data: TensorDataset, size: int) -> None:
+def _try_size(comparison: AccuracyComparison, method: str, data: TensorDataset, size: int) -> None:
     """Makes three steps with a batch size; raises an error if memory does not suffice."""
     problem = comparison.problem(data, size)
     step = UNSPLIT[method](problem)
@@ -370,7 +376,7 @@ def _try_size(comparison: Comparison, method: str, data: TensorDataset, size: in
         raise MemoryError(str(error)) from error
 
 
-def learning_curves(folder: Path, trainings: Sequence[Training], seed: int) -> dict[str, tuple[Array, Array, Array]]:
+def learning_curves(folder: Path, trainings: Sequence[TrainingRow], seed: int) -> dict[str, tuple[Array, Array, Array]]:
     """Returns the epochs, test scores and certified epsilons of each training."""
     found = {}
     for row in trainings:

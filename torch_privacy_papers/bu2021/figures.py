@@ -27,18 +27,18 @@ from torch_privacy.experiments.study import Study
 from torch_privacy.privacy import Bracket
 from torch_privacy.privacy.bracket import Array
 from torch_privacy.report import figures as plots
-from torch_privacy.runs.rows import EXACT, Column, Computation, Context, Numbers
+from torch_privacy.runs.rows import EXACT, Computation, Context, Numbers, TableColumn
 from torch_privacy_papers.bu2021.common import method_name
 
 DELTA = 1e-5
 FIRST = "epsilon_of_one_epoch"
 BELOW_HALF, DEVIATION, WEIGHT = "below_half", "deviation", "mean_weight"
 COLUMNS = {
-    FIRST: Column("eps, 1 epoch", scientific=True),
-    EXACT: Column("eps, all epochs", scientific=True),
-    DEVIATION: Column("std of estimate"),
-    BELOW_HALF: Column("below half", digits=2, percent=True),
-    WEIGHT: Column("mean weight"),
+    FIRST: TableColumn("eps, 1 epoch", scientific=True),
+    EXACT: TableColumn("eps, all epochs", scientific=True),
+    DEVIATION: TableColumn("std of estimate"),
+    BELOW_HALF: TableColumn("below half", digits=2, percent=True),
+    WEIGHT: TableColumn("mean weight"),
 }
 NOTES = (
     "eps: certified, at delta = 1e-5, by numerical composition: the central limit theorem does not hold for estimated "

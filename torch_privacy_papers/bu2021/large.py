@@ -20,7 +20,7 @@ from torch_privacy.data import load_cifar10, load_mnist
 from torch_privacy.experiments.study import Study
 from torch_privacy.runs.rows import Row
 from torch_privacy_papers.bu2021 import common
-from torch_privacy_papers.bu2021.common import LARGEST, MEMORY, RATIO, SECONDS, Comparison
+from torch_privacy_papers.bu2021.common import LARGEST, MEMORY, RATIO, SECONDS, AccuracyComparison
 from torch_privacy_papers.bu2021.tables import CIFAR10_DEFAULTS, MNIST_DEFAULTS
 from torch_privacy_papers.models.networks import alexnet, mnist_cnn, vgg13
 
@@ -29,7 +29,7 @@ MIB_PER_PERCENT = 0.01 * 16 * 1024  # of the paper's GPU
 MORE_LAYERS = 4096, 3642  # the paper prints only the number of parameters, which these meet to 0.1 per mille
 
 
-ALEXNET = Comparison(
+ALEXNET = AccuracyComparison(
     replace(MNIST_DEFAULTS, expected_batch_size=BATCH_SIZE),
     load_mnist,
     alexnet,
@@ -48,7 +48,7 @@ ALEXNET = Comparison(
     prefix="AlexNet, ",
     with_largest=False,
 )
-VGG = Comparison(
+VGG = AccuracyComparison(
     replace(CIFAR10_DEFAULTS, expected_batch_size=BATCH_SIZE, learning_rate=0.001, clip_norm=3.0, epochs=1),
     load_cifar10,
     vgg13,
@@ -66,7 +66,7 @@ VGG = Comparison(
     prefix="VGG-13, ",
     with_largest=False,
 )
-DENSER = Comparison(
+DENSER = AccuracyComparison(
     replace(MNIST_DEFAULTS, expected_batch_size=BATCH_SIZE),
     load_mnist,
     partial(mnist_cnn, hidden=MORE_LAYERS),

@@ -24,7 +24,7 @@ CHUNK_BYTES = 2**28  # of rows that vmap holds at once
 
 
 @dataclass(frozen=True)
-class Problem:
+class TimedProblem:
     """A network, data in tensors, and the settings that all methods share."""
 
     new_model: Callable[[], nn.Module]
@@ -41,10 +41,10 @@ class Problem:
         return inputs[chosen], targets[chosen]
 
 
-Maker = Callable[[Problem], Step]
+Maker = Callable[[TimedProblem], Step]
 
 
-def non_private(problem: Problem) -> Step:
+def non_private(problem: TimedProblem) -> Step:
     """Returns a step with the mean gradient, without privacy."""
     model = problem.new_model()
     optimizer = problem.new_optimizer(model)
@@ -58,7 +58,7 @@ def non_private(problem: Problem) -> Step:
     return step
 
 
-def vanilla(problem: Problem, only: int | None = None) -> Step:
+def vanilla(problem: TimedProblem, only: int | None = None) -> Step:
     """Returns a step with one backward pass for each example, or for the first ``only``; then clipping and noise."""
     model = problem.new_model()
     optimizer, parameters = problem.new_optimizer(model), trainable(model)
@@ -77,7 +77,7 @@ def vanilla(problem: Problem, only: int | None = None) -> Step:
     return step
 
 
-def multiple(problem: Problem, *, at_once: bool = False) -> Step:
+def multiple(problem: TimedProblem, *, at_once: bool = False) -> Step:
     """Returns a step with all rows by ``torch.func.vmap``, in chunks or at once; then clipping and noise."""
     model = problem.new_model()
     optimizer, parameters = problem.new_optimizer(model), trainable(model)
@@ -97,7 +97,7 @@ def multiple(problem: Problem, *, at_once: bool = False) -> Step:
     return step
 
 
-def outer_product(problem: Problem) -> Step:
+def outer_product(problem: TimedProblem) -> Step:
     """Returns a step of Opacus, which computes rows in hooks and replaces ``nn.LSTM`` by its own layer.
 
     Raises:
@@ -137,7 +137,7 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-def ours(projections: int, problem: Problem, method: str | None = None) -> Step:
+def ours(projections: int, problem: TimedProblem, method: str | None = None) -> Step:
     """Returns a step of `PrivateTraining` with exact norms, or with ``projections`` > 0 random directions."""
     model = problem.new_model()
     clipping = tp.Flat(problem.clip_norm)
@@ -175,7 +175,7 @@ def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
     return (clip_norm / norms).clamp(max=1)
 
 
-def update(problem: Problem, optimizer: Optimizer, parameters: list[nn.Parameter], total: list[Tensor]) -> None:
+def update(problem: TimedProblem, optimizer: Optimizer, parameters: list[nn.Parameter], total: list[Tensor]) -> None:
     """Adds noise by torch's generator and updates; only for measurements, the model must not be released."""
     stddev = problem.noise_multiplier * problem.clip_norm
     for p, sum_ in zip(parameters, total, strict=True):

@@ -22,17 +22,17 @@ from torch.utils.data import TensorDataset
 from torch_privacy import privacy
 from torch_privacy.experiments.study import Study
 from torch_privacy.privacy import Bracket
-from torch_privacy.runs.rows import EXACT, PRIVACY_COLUMNS, Column, Computation, Context, Number, Numbers
+from torch_privacy.runs.rows import EXACT, PRIVACY_COLUMNS, Computation, Context, Number, Numbers, TableColumn
 from torch_privacy_papers.bu2021 import common as jl
-from torch_privacy_papers.bu2021.methods import Problem
+from torch_privacy_papers.bu2021.methods import TimedProblem
 from torch_privacy_papers.bu2021.tables import ON_MNIST
 
 TIME, MEMORY, NETWORKS = "time_ratio", "memory_ratio", "networks"
 COLUMNS = {
     EXACT: replace(PRIVACY_COLUMNS[EXACT], scientific=True),
-    TIME: Column("x time", digits=2),
-    MEMORY: Column("x memory", digits=2),
-    NETWORKS: Column("networks of 5", digits=0),
+    TIME: TableColumn("x time", digits=2),
+    MEMORY: TableColumn("x memory", digits=2),
+    NETWORKS: TableColumn("networks of 5", digits=0),
 }
 SHOWN = (
     "non-private", "vanilla", "multiple", "outer product", "ours, exact",
@@ -139,7 +139,7 @@ NETWORKS_TRIED: Mapping[str, Callable[[], nn.Module]] = {
 def supports(method: str, network: str) -> bool:
     """Returns True if the method makes a step of this small network."""
     data = TensorDataset(torch.randn(32, 5), torch.randint(2, (32,)))
-    problem = Problem(NETWORKS_TRIED[network], _sgd, data, batch_size=8, clip_norm=1.0, noise_multiplier=1.0)
+    problem = TimedProblem(NETWORKS_TRIED[network], _sgd, data, batch_size=8, clip_norm=1.0, noise_multiplier=1.0)
     try:
         jl.METHODS[method](problem)()
     except (*jl.UNAVAILABLE, AttributeError, ValueError):

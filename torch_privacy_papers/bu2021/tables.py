@@ -19,7 +19,7 @@ from torch_privacy_papers.bu2021.common import (
     LARGEST,
     RATIO,
     SECONDS,
-    Comparison,
+    AccuracyComparison,
     MicroBatchSettings,
     Settings,
 )
@@ -42,7 +42,7 @@ def load_reviews(folder: str | None) -> Data:
     return load_imdb(folder, vocabulary=TrainingWords(WORDS), length=LENGTH)
 
 
-ON_MNIST = Comparison(
+ON_MNIST = AccuracyComparison(
     MNIST_DEFAULTS,
     load_mnist,
     mnist_cnn,
@@ -60,7 +60,7 @@ ON_MNIST = Comparison(
     micro_batches=(4, 16),
     quick_epochs=0.1,
 )
-ON_CIFAR10 = Comparison(
+ON_CIFAR10 = AccuracyComparison(
     CIFAR10_DEFAULTS,
     load_cifar10,
     cifar_cnn,
@@ -78,7 +78,7 @@ ON_CIFAR10 = Comparison(
     goal=0.55,
     quick_epochs=0.005,
 )
-ON_IMDB = Comparison(
+ON_IMDB = AccuracyComparison(
     IMDB_DEFAULTS,
     load_reviews,
     BiLSTM,

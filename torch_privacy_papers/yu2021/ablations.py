@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 from torch_privacy.data import Data, load_cifar10, load_mnist
 from torch_privacy.data.cifar import resized
 from torch_privacy.experiments.study import Study
-from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Training
+from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, TrainingRow
 from torch_privacy.support import validate as _check
 from torch_privacy_papers.yu2021 import common, mnist
 from torch_privacy_papers.yu2021.common import Public
@@ -98,7 +98,7 @@ def load_public(settings: Any) -> Public:
 COMPARISON = replace(mnist.COMPARISON, defaults=DEFAULTS, load=load, load_public=load_public)
 
 
-def rows(quick: bool) -> Sequence[Training]:
+def rows(quick: bool) -> Sequence[TrainingRow]:
     """Returns one change at a time; a quick look has fewer steps and fewer rows."""
     changed: dict[str, tuple[dict[str, Any], float | None]] = {
         "photographs, random labels": ({}, 0.747),
@@ -128,7 +128,7 @@ def rows(quick: bool) -> Sequence[Training]:
     }
     shorter = {"epochs": 0.5} if quick else {}
     return [
-        Training(name, {**settings, **shorter}, {} if paper is None else {SCORE: paper})
+        TrainingRow(name, {**settings, **shorter}, {} if paper is None else {SCORE: paper})
         for name, (settings, paper) in changed.items()
         if not quick or "=" not in name
     ]

@@ -24,9 +24,9 @@ from torch import nn
 from torch_privacy.data import Data, load_cifar10
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Task
-from torch_privacy.runs.rows import BASELINE, Training
+from torch_privacy.runs.rows import BASELINE, TrainingRow
 from torch_privacy_papers.yu2021 import cifar10, common
-from torch_privacy_papers.yu2021.common import COLUMNS, Comparison
+from torch_privacy_papers.yu2021.common import COLUMNS, MethodComparison
 
 EPSILON = 8.0
 WIDTHS = 8, 32  # beside the default
@@ -69,7 +69,7 @@ def load(settings: Settings) -> Data:
 
 read = cache(load_cifar10)  # which takes ten seconds
 
-COMPARISON = Comparison(
+COMPARISON = MethodComparison(
     DEFAULTS,
     load,
     cifar10.load_public,
@@ -121,26 +121,26 @@ def build_task(settings: Any) -> Task:
     return replace(COMPARISON, new_model=partial(network, settings.width)).build_task(settings)
 
 
-def rows(quick: bool) -> Sequence[Training]:
+def rows(quick: bool) -> Sequence[TrainingRow]:
     """Returns the three methods, GEP without anchors, B-GEP and GEP with other k, then GP and GEP with other widths.
 
     A quick look has the first three only.
     """
-    methods = [Training(row.name, {**row.settings, "baseline": False}, row.paper) for row in COMPARISON.rows(quick)]
+    methods = [TrainingRow(row.name, {**row.settings, "baseline": False}, row.paper) for row in COMPARISON.rows(quick)]
     if quick:
         return methods
     settings = {row.name.partition(",")[0]: row.settings for row in methods}
     over_k = [
-        Training(f"{method}, k = {k}", {**settings[method], "num_basis": k, "num_anchors": max(400, 2 * k)})
+        TrainingRow(f"{method}, k = {k}", {**settings[method], "num_basis": k, "num_anchors": max(400, 2 * k)})
         for method in ("B-GEP", "GEP")
         for k in QUOTAS
     ]
     over_p = [
-        Training(f"{method}, width {width}", {**settings[method], "width": width})
+        TrainingRow(f"{method}, width {width}", {**settings[method], "width": width})
         for width in WIDTHS
         for method in ("GP", "GEP")
     ]
-    without_anchors = Training("GEP, random directions", {**methods[-1].settings, "power_iterations": 0})
+    without_anchors = TrainingRow("GEP, random directions", {**methods[-1].settings, "power_iterations": 0})
     return [*methods, without_anchors, *over_k, *over_p]
 
 

@@ -27,7 +27,7 @@ from torch_privacy.data import Data, load_cifar10, load_public_images, load_svhn
 from torch_privacy.support import validate as _check
 from torch_privacy_papers.models.networks import ResNet20
 from torch_privacy_papers.yu2021 import common
-from torch_privacy_papers.yu2021.common import Comparison, Public
+from torch_privacy_papers.yu2021.common import MethodComparison, Public
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def load_public(settings: Any) -> Public:
     return Public(found.images, found.files)
 
 
-ON_CIFAR10 = Comparison(
+ON_CIFAR10 = MethodComparison(
     DEFAULTS,
     load_photographs,
     load_public,

@@ -33,8 +33,8 @@ from torch_privacy.runs.rows import (
     MOMENTS,
     PRIVACY_COLUMNS,
     SCORE,
-    Column,
-    Training,
+    TableColumn,
+    TrainingRow,
 )
 from torch_privacy.support import validate as _check
 
@@ -48,7 +48,7 @@ COLUMNS = {
     BASELINE: BASELINE_COLUMN,
     **{key: PRIVACY_COLUMNS[key] for key in (MOMENTS, EXACT)},
 }
-TUNING_COLUMNS = {SCORE: Column("accuracy, held out", digits=1, percent=True), EXACT: PRIVACY_COLUMNS[EXACT]}
+TUNING_COLUMNS = {SCORE: TableColumn("accuracy, held out", digits=1, percent=True), EXACT: PRIVACY_COLUMNS[EXACT]}
 NOTES = (
     "GP: plain gradient perturbation. B-GEP: the noisy embedding alone. GEP: embedding and residual.",
     "The noise of every row is calibrated to its epsilon by exact accounting, that of GEP as one release of two parts. "
@@ -98,7 +98,7 @@ class Public:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class MethodComparison:
     """Compares the methods on one network and data set, and holds the paper's numbers.
 
     Args:
@@ -146,10 +146,10 @@ class Comparison:
         rows = partial(self._tried_rows, epsilons)
         return Study(TUNING_COLUMNS, rows, TUNING_NOTES, self.defaults, self.build_task)
 
-    def _tried_rows(self, epsilons: Sequence[float], quick: bool) -> Sequence[Training]:
+    def _tried_rows(self, epsilons: Sequence[float], quick: bool) -> Sequence[TrainingRow]:
         """Returns a row for every tried setting; a quick look has the first one of each method."""
         return [
-            Training(
+            TrainingRow(
                 f"{method}, epsilon {epsilon:g}, {', '.join(f'{name} {value:g}' for name, value in tried.items())}",
                 {**self._settings_at(epsilon, method, quick), **tried, "held_out": HELD_OUT},
             )
@@ -177,16 +177,16 @@ class Comparison:
             data_files={**data.files, **public.files},
         )
 
-    def rows(self, quick: bool) -> Sequence[Training]:
+    def rows(self, quick: bool) -> Sequence[TrainingRow]:
         """Returns every method at every epsilon; the last row also trains the non-private baseline."""
         rows = [self._row(method, epsilon, quick) for epsilon in self.levels for method in self.methods]
         last = rows.pop()
         known = {} if self.baseline is None else {BASELINE: self.baseline}
-        return [*rows, Training(last.name, {**last.settings, "baseline": True}, {**last.paper, **known})]
+        return [*rows, TrainingRow(last.name, {**last.settings, "baseline": True}, {**last.paper, **known})]
 
-    def _row(self, method: str, epsilon: float, quick: bool) -> Training:
+    def _row(self, method: str, epsilon: float, quick: bool) -> TrainingRow:
         paper = {SCORE: self.paper[method, epsilon]} if (method, epsilon) in self.paper else {}
-        return Training(f"{method}, epsilon {epsilon:g}", self._settings_at(epsilon, method, quick), paper)
+        return TrainingRow(f"{method}, epsilon {epsilon:g}", self._settings_at(epsilon, method, quick), paper)
 
     def _settings_at(self, epsilon: float, method: str, quick: bool) -> dict[str, Any]:
         level = {**self.levels[epsilon], **(self.quick if quick else {})}

@@ -31,7 +31,7 @@ from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import seeded
 from torch_privacy.jacobian.rows.operator import Jacobian
 from torch_privacy.report import figures as plots
-from torch_privacy.runs.rows import Column, Computation, Context, Numbers
+from torch_privacy.runs.rows import Computation, Context, Numbers, TableColumn
 from torch_privacy_papers.models.networks import ResNet20
 from torch_privacy_papers.yu2021.common import labels_of_the_data
 
@@ -52,16 +52,16 @@ def error(num_basis: int) -> str:
 
 
 COLUMNS = {
-    RANK: Column("stable rank", digits=1),
-    RESIDUAL_RANK: Column("of residuals", digits=1),
-    **{error(k): Column(f"error, k = {k}", digits=1, percent=True) for k in DIRECTIONS},
-    OTHER_SOURCE: Column("error, other source", digits=1, percent=True),
-    TRUE_LABELS: Column("error, true labels", digits=1, percent=True),
-    RANDOM: Column("error, random", digits=1, percent=True),
-    FEW_RANDOM: Column("error, random, k = 50", digits=1, percent=True),
-    PARAMETERS: Column("parameters", digits=0),
-    GRADIENT: Column("gradient norm"),
-    NOISE: Column("noise norm"),
+    RANK: TableColumn("stable rank", digits=1),
+    RESIDUAL_RANK: TableColumn("of residuals", digits=1),
+    **{error(k): TableColumn(f"error, k = {k}", digits=1, percent=True) for k in DIRECTIONS},
+    OTHER_SOURCE: TableColumn("error, other source", digits=1, percent=True),
+    TRUE_LABELS: TableColumn("error, true labels", digits=1, percent=True),
+    RANDOM: TableColumn("error, random", digits=1, percent=True),
+    FEW_RANDOM: TableColumn("error, random, k = 50", digits=1, percent=True),
+    PARAMETERS: TableColumn("parameters", digits=0),
+    GRADIENT: TableColumn("gradient norm"),
+    NOISE: TableColumn("noise norm"),
 }
 NOTES = (
     "Gradients of public photographs of CIFAR-100 alone, in a network that learns to recognize their rotations: those "

@@ -53,7 +53,7 @@ class GNMax:
         tested = [(threshold_event(self.test_noise_stddev), self.tests)] if self.tests else []
         return [*tested, (votes_event(self.noise_stddev), self.answers)]
 
-    def released(self, votes: Tensor) -> "Answers":
+    def released(self, votes: Tensor) -> "NoisyAnswers":
         """Answers queries with these votes (queries, classes) in order, with noise from a new secret key."""
         asked = votes[: self.tests or self.answers].float()
         noisy = {"counts": asked.clone(), "largest": asked.amax(1)}
@@ -62,9 +62,9 @@ class GNMax:
         answered = agreed.nonzero().flatten()[: self.answers]
         enough = len(answered) == self.answers
         tested = (int(answered[-1]) + 1 if enough else len(asked)) if self.tests else 0
-        return Answers(answered, noisy["counts"][answered].argmax(1), tested)
+        return NoisyAnswers(answered, noisy["counts"][answered].argmax(1), tested)
 
-    def epsilon_of_these_votes(self, votes: Tensor, answers: "Answers", delta: float) -> float:
+    def epsilon_of_these_votes(self, votes: Tensor, answers: "NoisyAnswers", delta: float) -> float:
         """Returns the data-dependent epsilon of the tests and answers: **private itself**, not a guarantee."""
         counts = votes.double().numpy()
         made = ThresholdTests(counts[: answers.tested].max(1), self.threshold, self.test_noise_stddev)
@@ -73,7 +73,7 @@ class GNMax:
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
+class NoisyAnswers:
     """The release: the answered queries, their labels, and the number of tested queries."""
 
     queries: Tensor  # (answers,)

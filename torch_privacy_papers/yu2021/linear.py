@@ -28,7 +28,7 @@ from torch_privacy.data import Data, load_cifar10, load_public_images
 from torch_privacy.support import validate as _check
 from torch_privacy_papers.models.patches import Patches
 from torch_privacy_papers.yu2021 import common
-from torch_privacy_papers.yu2021.common import Comparison, Public
+from torch_privacy_papers.yu2021.common import MethodComparison, Public
 
 FILTERS, STRIDE, CELLS = 512, 3, 2  # a feature for every filter, sign, and cell of a quarter of the image
 
@@ -88,7 +88,7 @@ def new_model(num_features: int = 2 * FILTERS * CELLS**2) -> nn.Module:
     return layer
 
 
-COMPARISON = Comparison(
+COMPARISON = MethodComparison(
     DEFAULTS,
     load,
     load_public,

@@ -24,7 +24,7 @@ from torch import nn
 from torch_privacy.data import Data, load_mnist, load_public_images
 from torch_privacy_papers.models.networks import gep_mnist_cnn
 from torch_privacy_papers.yu2021 import common
-from torch_privacy_papers.yu2021.common import Comparison, Public, Settings
+from torch_privacy_papers.yu2021.common import MethodComparison, Public, Settings
 
 DEFAULTS = replace(
     common.DEFAULTS, learning_rate=2.0, residual_clip_norm=0.4, num_basis=100, num_anchors=400
@@ -48,7 +48,7 @@ def new_model() -> nn.Module:
 
 
 CLIP_NORMS = [{"learning_rate": 1.0 / bound, "clip_norm": bound} for bound in (0.25, 0.5, 2.0)]  # other than 1
-COMPARISON = Comparison(
+COMPARISON = MethodComparison(
     DEFAULTS,
     load,
     load_public,

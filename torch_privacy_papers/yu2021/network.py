@@ -30,7 +30,7 @@ from torch_privacy.experiments.task import seeded
 from torch_privacy.support import validate as _check
 from torch_privacy_papers.models.augmentation import flipped
 from torch_privacy_papers.yu2021 import common
-from torch_privacy_papers.yu2021.common import Comparison, Public
+from torch_privacy_papers.yu2021.common import MethodComparison, Public
 from torch_privacy_papers.yu2021.linear import new_model
 
 NUM_FEATURES = 4096
@@ -126,7 +126,7 @@ BEYOND = [  # the edges of these
     {"learning_rate": 0.4, "clip_norm": 0.03},
     {"learning_rate": 0.1, "clip_norm": 0.03},
 ]
-COMPARISON = Comparison(
+COMPARISON = MethodComparison(
     DEFAULTS,
     load,
     load_public,

@@ -33,10 +33,10 @@ from torch_privacy.runs.rows import (
     EXACT,
     PRIVACY_COLUMNS,
     SCORE,
-    Column,
     Computation,
     Context,
     Numbers,
+    TableColumn,
 )
 from torch_privacy_papers.best.common import scattered, with_inputs
 from torch_privacy_papers.yu2021.gnmax import GNMax
@@ -50,12 +50,12 @@ TESTED, ANSWERED, NOISE = "tests", "queries", "noise_stddev"
 RIGHT, DEPENDENT = "labels_right", "epsilon_data_dependent"
 COLUMNS = {
     SCORE: ACCURACY_COLUMN,
-    RIGHT: Column("labels right", digits=1, percent=True),
-    TESTED: Column("tests", digits=0),
-    ANSWERED: Column("labels", digits=0),
-    NOISE: Column("noise, votes", digits=1),
+    RIGHT: TableColumn("labels right", digits=1, percent=True),
+    TESTED: TableColumn("tests", digits=0),
+    ANSWERED: TableColumn("labels", digits=0),
+    NOISE: TableColumn("noise, votes", digits=1),
     EXACT: PRIVACY_COLUMNS[EXACT],
-    DEPENDENT: Column("eps of these votes", digits=2),
+    DEPENDENT: TableColumn("eps of these votes", digits=2),
 }
 NOTES = (
     "Labels right: the fraction of correct noisy answers of the teachers. Scored on 1,000 test images.",
@@ -66,7 +66,7 @@ NOTES = (
 
 
 @dataclass(frozen=True, eq=False)
-class Size:
+class PateSize:
     """The size of the experiment; ``num_examples`` is None for all images."""
 
     source: str  # a key of `SOURCES`
@@ -89,7 +89,10 @@ class Size:
 
 DIGITS, PHOTOGRAPHS = "MNIST", "CIFAR-10"
 SOURCES = {DIGITS: lambda folder: load_mnist(folder), PHOTOGRAPHS: lambda folder: load_cifar10(folder)}
-FULL, QUICK = Size(DIGITS, 250, 200.0, {2: 200, 5: 600, 8: 1000}), Size(DIGITS, 25, 15.0, {8: 40}, num_examples=5000)
+FULL, QUICK = (
+    PateSize(DIGITS, 250, 200.0, {2: 200, 5: 600, 8: 1000}),
+    PateSize(DIGITS, 25, 15.0, {8: 40}, num_examples=5000),
+)
 PAPER = {DIGITS: {2: 0.985, 5: 0.985, 8: 0.986}, PHOTOGRAPHS: {2: 0.342, 5: 0.419, 8: 0.436}}
 
 
@@ -108,7 +111,7 @@ def rows(source: str, mechanisms: Sequence[bool], quick: bool) -> Sequence[Compu
     ]
 
 
-def student_numbers(size: Size, epsilon: int, confident: bool, context: Context) -> Numbers:
+def student_numbers(size: PateSize, epsilon: int, confident: bool, context: Context) -> Numbers:
     """Returns the numbers of the answers at one epsilon and of the student that learns from them."""
     images, votes = images_seen(size, context.data), votes_of_teachers(size, context.seed, context.data)
     mechanism = size.mechanism(epsilon, confident)
@@ -142,7 +145,7 @@ class Images:
 
 
 @lru_cache(maxsize=1)  # shared by all rows
-def images_seen(size: Size, folder: str | None) -> Images:
+def images_seen(size: PateSize, folder: str | None) -> Images:
     """Returns scattering coefficients, projected onto the principal components of the public images alone."""
     data = with_inputs(SOURCES[size.source], scattered, folder, size.num_examples)
     (private, digits), (others, other_digits) = data.train.tensors, data.test.tensors
@@ -155,14 +158,14 @@ def images_seen(size: Size, folder: str | None) -> Images:
     return Images(private, digits, public, *split, width(public), neighborhood(public))
 
 
-def questions(size: Size, seed: int, num_public: int) -> Tensor:
+def questions(size: PateSize, seed: int, num_public: int) -> Tensor:
     """Returns the public images to be labeled, in this order; fewer questions are a prefix of more."""
     chosen = np.random.default_rng(seed).permutation(num_public)[: size.questions]
     return torch.from_numpy(chosen)
 
 
 @lru_cache(maxsize=16)  # number of seeds; all rows ask the same teachers
-def votes_of_teachers(size: Size, seed: int, folder: str | None) -> Tensor:
+def votes_of_teachers(size: PateSize, seed: int, folder: str | None) -> Tensor:
     """Returns the numbers of teachers that vote for each class, (questions, 10); secret."""
     images = images_seen(size, folder)
     teacher_of = teachers_of(SOURCES[size.source](folder).train.tensors[0][: len(images.private)], size.teachers, seed)

@@ -8,11 +8,11 @@ from torch.utils.data import TensorDataset
 from torch_privacy import privacy
 from torch_privacy.data.dataset import Data
 from torch_privacy.experiments.fitting import new_training
-from torch_privacy.runs.rows import Training
+from torch_privacy.runs.rows import TrainingRow
 from torch_privacy_papers.abadi2016 import mnist, projections
 from torch_privacy_papers.abadi2016.mnist import LEARNED, NONE, RANDOM
 
-ROWS = {row.name: row for row in projections.rows(quick=False) if isinstance(row, Training)}
+ROWS = {row.name: row for row in projections.rows(quick=False) if isinstance(row, TrainingRow)}
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from torch_privacy.experiments.task import number_of_steps
-from torch_privacy.runs.rows import Training
+from torch_privacy.runs.rows import TrainingRow
 from torch_privacy_papers.bu2020 import adult
 
 
@@ -16,7 +16,7 @@ def test_training_ends_at_an_epsilon_that_one_may_show():
 @pytest.mark.parametrize(("quick", "epochs", "steps"), [(False, 18, 2061), (True, 2, 229)])
 def test_reproduction_has_the_papers_settings(quick, epochs, steps):
     row = adult.rows(quick)[0]
-    assert isinstance(row, Training)
+    assert isinstance(row, TrainingRow)
     settings = adult.STUDY.settings(**row.settings)
     assert (settings.noise_multiplier, settings.target_epsilon, settings.epochs) == (0.55, None, epochs)
     assert (settings.expected_batch_size, settings.learning_rate, settings.clip_norm) == (256, 0.15, 1.0)

@@ -19,7 +19,7 @@ from torch_privacy_papers.bu2021 import common as jl
 from torch_privacy_papers.bu2021 import large as jl_large
 from torch_privacy_papers.bu2021 import measure, methods
 from torch_privacy_papers.bu2021 import tables as jl_mnist
-from torch_privacy_papers.bu2021.methods import Problem
+from torch_privacy_papers.bu2021.methods import TimedProblem
 
 N = 32
 
@@ -35,7 +35,9 @@ def problem(noise_multiplier=1e-6):
         return models[-1]
 
     optimizer = partial(_sgd, 1.0)
-    return Problem(new_model, optimizer, data, batch_size=N, clip_norm=0.5, noise_multiplier=noise_multiplier), models
+    return TimedProblem(
+        new_model, optimizer, data, batch_size=N, clip_norm=0.5, noise_multiplier=noise_multiplier
+    ), models
 
 
 def _sgd(lr, model):
@@ -44,7 +46,7 @@ def _sgd(lr, model):
 
 def test_every_method_makes_the_same_step_where_all_examples_join(monkeypatch):
     task, models = problem()
-    monkeypatch.setattr(Problem, "batch", lambda self: self.data.tensors)
+    monkeypatch.setattr(TimedProblem, "batch", lambda self: self.data.tensors)
     makers = {"vanilla": methods.vanilla, "multiple": methods.multiple, "ours": partial(methods.ours, 0)}
     for maker in makers.values():
         maker(task)()

@@ -11,9 +11,9 @@ from torch_privacy.data import Data
 from torch_privacy.privacy import compose
 from torch_privacy.runs.rows import Context
 from torch_privacy_papers.yu2021 import pate
-from torch_privacy_papers.yu2021.pate import Size, student_numbers, votes_of_teachers
+from torch_privacy_papers.yu2021.pate import PateSize, student_numbers, votes_of_teachers
 
-TINY = Size("MNIST", teachers=6, threshold=4.0, answers={8: 5})
+TINY = PateSize("MNIST", teachers=6, threshold=4.0, answers={8: 5})
 IMAGES = {"MNIST": ("load_mnist", (1, 28, 28)), "CIFAR-10": ("load_cifar10", (3, 32, 32))}
 
 
@@ -71,7 +71,7 @@ def test_one_example_less_changes_one_vote_on_every_question(made_up, monkeypatc
 
 
 def test_a_teacher_without_examples_has_no_vote(made_up):
-    many = Size("MNIST", teachers=400, threshold=4.0, answers={8: 5})
+    many = PateSize("MNIST", teachers=400, threshold=4.0, answers={8: 5})
     owners = pate.teachers_of(made_up, 400, 0)
     assert votes_of_teachers(many, 0, None).sum(1).tolist() == [len(owners.unique())] * 10
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from ...ops import AnyLayout, Layout
 from ..recording.backward import backward_into
 from ..recording.calls import Call
-from ..recording.paths import Reached
-from ..rows.check import NativeSum, RowCheck
-from ..rows.plan import Budget, Memory
+from ..recording.paths import RecordedGraph
+from ..rows.check import ProjectedSum, RowCheck
+from ..rows.plan import Memory, MemoryBudget
 from ..rows.streamed_sum import SumRequest
 from .codes import Rounding, fresh_generator
 from .known import SPOT_CHECK, CallKind, Layouts, kind_of_call
@@ -71,12 +71,12 @@ class LayoutFinder:
         measured: whether additional backwards were made.
     """
 
-    def __init__(self, layouts: Layouts, reached: Reached, request: SumRequest):
+    def __init__(self, layouts: Layouts, reached: RecordedGraph, request: SumRequest):
         self._layouts, self._reached, self._request = layouts, reached, request
         self._peers = reached.ranks.peers
         self._memory = Memory(layouts, reached)
         self.measured = False
-        self._native: NativeSum | None = None  # if a coded backward also served to check the rows
+        self._native: ProjectedSum | None = None  # if a coded backward also served to check the rows
         self._is_doubted = False
 
     def find(self) -> FoundLayouts:
@@ -90,7 +90,7 @@ class LayoutFinder:
         """Takes note that what `find` returned does not hold: it then measures."""
         self._is_doubted = True
 
-    def budget(self) -> Budget | None:
+    def budget(self) -> MemoryBudget | None:
         """Returns the budget of the backward that computes the rows; None if it keeps everything."""
         limit = self._request.memory_budget
         return None if limit is None else self._memory.budget(limit)
@@ -102,7 +102,7 @@ class LayoutFinder:
         dtypes, losses, merging = self._reached.dtypes(), self._reached.losses, self._request.merging
         if self._native is None:
             exponents = Rounding.of(dtypes).exponents
-            self._native = NativeSum.of(losses, self._reached.parts, merging, exponents, self._reached.leaves)
+            self._native = ProjectedSum.of(losses, self._reached.parts, merging, exponents, self._reached.leaves)
         return RowCheck(self._native, dtypes, self._peers)
 
     def learn(self, found: FoundLayouts, check: RowCheck | None) -> None:
@@ -206,7 +206,7 @@ class LayoutFinder:
             least += self._memory.least_bytes(places[number], g, claim.options[number][0])  # the same for all regular
 
         due = claim.known is None and request.verify and request.merging is None and not self._are_verified()
-        native = NativeSum(reached.parts, prediction.coded[0], reached.leaves) if due else None
+        native = ProjectedSum(reached.parts, prediction.coded[0], reached.leaves) if due else None
         for k, coded in enumerate(prediction.coded):
             sink = _CodedSink(prediction, k, add_least if is_new and k == 0 else None)
             leaves = native.leaves if native is not None and k == 0 else ()

@@ -21,7 +21,7 @@ from ...ops import AnyLayout, Layout, Ragged
 from ...support.validate import Refused
 from ..recording.backward import gradients_at
 from ..recording.calls import Call
-from ..recording.paths import Reached
+from ..recording.paths import RecordedGraph
 from .codes import Codes, Rounding, fresh_generator
 from .fit import CandidateLayouts
 from .predict import Expected
@@ -42,7 +42,7 @@ class Measurement:
         known: returns the layout that a call has had so far, which decides if several fit.
     """
 
-    def __init__(self, reached: Reached, known: Callable[[Call], Expected | None] = lambda call: None):
+    def __init__(self, reached: RecordedGraph, known: Callable[[Call], Expected | None] = lambda call: None):
         self.calls, self.n = reached.places, reached.num_losses
         self.options: dict[int, list[AnyLayout]] = {}  # by call: layouts that assign its entries to the same examples
         self.in_doubt = False  # some examples' gradients are not finite

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .calls import Call
-from .paths import Reached
+from .paths import RecordedGraph
 
 
 class GradientSink(Protocol):
@@ -22,7 +22,7 @@ class GradientSink(Protocol):
 
 def backward_into(
     sink: GradientSink,
-    reached: Reached,
+    reached: RecordedGraph,
     places: Sequence[Call],
     cotangent: Tensor,
     *,
@@ -68,7 +68,7 @@ def _hand_over(sink: GradientSink, number: int, output: int) -> Callable[[tuple]
     return hook
 
 
-def gradients_at(reached: Reached, places: Sequence[Call], cotangent: Tensor) -> list[Tensor]:
+def gradients_at(reached: RecordedGraph, places: Sequence[Call], cotangent: Tensor) -> list[Tensor]:
     """Returns the gradients in the outputs of calls and cuts, by one backward that ends at these. The graph stays."""
     if not places:
         return []

@@ -20,7 +20,7 @@ from .calls import Call, edge_of
 from .functions import without_numbers
 from .graph import Graph
 from .recorder import Recorder
-from .tensors import Source
+from .tensors import WeightSource
 from .unrecorded import UnrecordedUses
 
 # Two further backwards through this part of the graph are cheaper than one through all of it.
@@ -30,7 +30,7 @@ PathOf = Callable[[int, int, tuple[int, ...]], int]  # see ``Layouts.path``
 
 
 @dataclass(slots=True)
-class Reached:
+class RecordedGraph:
     """The calls between losses and parameters, with the graph and its path number.
 
     Attributes:
@@ -53,7 +53,7 @@ class Reached:
     parts: Mapping[str, Tensor]
     ranks: ModelRanks
     num_losses: int = field(init=False)
-    sources: Mapping[int, Source] = field(init=False)
+    sources: Mapping[int, WeightSource] = field(init=False)
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class Reached:
         return len(above) <= NEAR * len(self.graph.children)
 
 
-def reach(recorder: Recorder, losses: Tensor, may_miss: Iterable[str], path_of: PathOf) -> Reached:
+def reach(recorder: Recorder, losses: Tensor, may_miss: Iterable[str], path_of: PathOf) -> RecordedGraph:
     """Returns the calls between losses and parameters.
 
     Raises:
@@ -128,7 +128,7 @@ def reach(recorder: Recorder, losses: Tensor, may_miss: Iterable[str], path_of: 
     cuts = [*{cut.edge: cut for cut in recorder.program.cuts if cut.edge.node in graph.children}.values()]
     program, numbers = _program(recorder, graph, finder, [*calls, *cuts])
     path = path_of(program, len(losses), numbers)
-    return Reached(recorder, losses, graph, calls, unrecorded, cuts, path, parts, ranks)
+    return RecordedGraph(recorder, losses, graph, calls, unrecorded, cuts, path, parts, ranks)
 
 
 def _check_weights(recorder: Recorder, calls: Sequence[Call], unrecorded: Sequence[Call]) -> None:

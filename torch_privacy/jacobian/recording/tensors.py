@@ -24,7 +24,7 @@ from .graph import leaves_below
 
 
 @dataclass(slots=True)
-class Source:
+class WeightSource:
     """A parameter (``direct``) or a tensor computed from parameters and constants alone.
 
     It is valid only while the tensor's version is the recorded one: an in-place change may mix data in.
@@ -58,7 +58,7 @@ class KnownTensors:
     ):
         # Tensors are identified by id; holding them keeps the ids from being used again.
         self.sources = {
-            id(p): Source(p, p._version, (name,), direct=True, rearranged=True, half=False)
+            id(p): WeightSource(p, p._version, (name,), direct=True, rearranged=True, half=False)
             for name, p in parameters.items()
         }
         self._expanded: dict[int, Tensor] = {}  # id of an expanded source -> the tensor before ``expand``
@@ -88,7 +88,7 @@ class KnownTensors:
                 data.append(t)
         return tensors, weights, data
 
-    def source(self, tensor: Tensor) -> Source | None:
+    def source(self, tensor: Tensor) -> WeightSource | None:
         """Returns what a tensor was computed from; None unless it is a source."""
         source = self.sources.get(id(tensor))
         return source if source is not None and source.version == tensor._version else None
@@ -212,7 +212,9 @@ class KnownTensors:
 
     def _add_source(self, result: Tensor, weights: Sequence[Tensor], *, rearranged: bool) -> None:
         half = is_half(result) or any([is_half(t) or self.sources[id(t)].half for t in weights])
-        self.sources[id(result)] = Source(result, result._version, self.all_names(weights), False, rearranged, half)
+        self.sources[id(result)] = WeightSource(
+            result, result._version, self.all_names(weights), False, rearranged, half
+        )
 
     def _is_made(self, tensor: Tensor) -> bool:
         """True for a tensor that is an input, or was made of data, or of parameters alone but without a gradient."""

@@ -19,7 +19,7 @@ from ...ops.linear import Linear, OuterProducts
 from ...support.validate import Refused
 from ..parallel.shards import WayBack
 from .norms import chunk_size, first_squared_norms, projections, rows_and_norms, settled
-from .plan import Budget, Choice, choices, held_bytes, least_bytes
+from .plan import Choice, MemoryBudget, choices, held_bytes, least_bytes
 
 SMALL = 2**16  # rows with at most this many numbers are joined and answer together: each call has its price
 
@@ -131,7 +131,7 @@ class Block:
                 done.append(op)
         self.ops = done
 
-    def reduce(self, budget: Budget, native: NativeSum) -> int:
+    def reduce(self, budget: MemoryBudget, native: NativeSum) -> int:
         """Computes the norms of a block that stands alone; returns the bytes that it keeps, as the budget allows."""
         (op,) = self.ops
         if self.answers_jointly and (type(op) is Rows or not budget.may_drop):

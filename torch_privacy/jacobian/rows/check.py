@@ -21,7 +21,7 @@ from .operator import Jacobian
 DIRECTIONS = 2  # random ones, on which each gradient is projected
 
 
-class NativeSum:
+class ProjectedSum:
     """The gradient of the losses with random weights, by an ordinary backward, projected on a few random directions.
 
     Args:
@@ -50,7 +50,7 @@ class NativeSum:
         merging: Merging | None,
         exponents: int,
         leaves: Mapping[str, Tensor] | None = None,
-    ) -> NativeSum:
+    ) -> ProjectedSum:
         """Makes the backward; the graph stays."""
         weights = Codes(len(losses) if merging is None else merging.count, exponents).cotangent(0).to(losses)
         native, c = cls(parameters, weights, leaves), weights
@@ -69,7 +69,7 @@ class RowCheck:
         peers: ranks that have parts of the same parameters.
     """
 
-    def __init__(self, native: NativeSum, dtypes: Collection[torch.dtype], peers: Peers = ALONE):
+    def __init__(self, native: ProjectedSum, dtypes: Collection[torch.dtype], peers: Peers = ALONE):
         self._peers = peers
         products = product_rounding(native.weights.device)
         self._native, self._tolerance = native, max(products, *(torch.finfo(dtype).eps for dtype in dtypes)) ** 0.5

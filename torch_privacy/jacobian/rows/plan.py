@@ -22,7 +22,7 @@ from ..layouts.known import Footprint, Layouts
 from ..layouts.predict import Expected
 from ..recording.calls import Call
 from ..recording.graph import saved_bytes
-from ..recording.paths import Reached
+from ..recording.paths import RecordedGraph
 
 # From this size on malloc asks the system for fresh pages every time (glibc: above 32 MiB), and keeping rows costs
 # FRESH times as much.
@@ -102,7 +102,7 @@ def make_op(use: Use, b: Tensor, layout: AnyLayout, names: tuple[str, ...]) -> O
         raise Refused(f"{error} Used with parameter {', '.join(map(repr, names))}.") from None
 
 
-class Budget:
+class MemoryBudget:
     """Decides, op by op during the backward, what may be kept for the clipped sum.
 
     Args:
@@ -127,7 +127,7 @@ class Budget:
         """True if one backward exceeds the limit, and two, which need the activations to their end, need less."""
         return self._least > max(self._limit, self._activations)
 
-    def fresh(self, *, may_drop: bool = False) -> Budget:
+    def fresh(self, *, may_drop: bool = False) -> MemoryBudget:
         """Returns the same budget for another backward."""
         other = copy(self)
         other._passed, other._held, other._least_to_come, other.may_drop = 0, 0, self._least, may_drop
@@ -179,7 +179,7 @@ class Memory:
         reached: the batch.
     """
 
-    def __init__(self, layouts: Layouts, reached: Reached):
+    def __init__(self, layouts: Layouts, reached: RecordedGraph):
         self._layouts, self._reached = layouts, reached
 
     @property
@@ -207,13 +207,13 @@ class Memory:
         activations = known.activations if known is not None else self.activations
         return activations + self._reached.size < MAX_UNCONFIRMED_BYTES
 
-    def budget(self, limit: float) -> Budget:
+    def budget(self, limit: float) -> MemoryBudget:
         """Returns the budget of a backward: up to 100 in units of what non-private training needs, else in bytes."""
         known = self.known or Footprint(self.activations, 0)
         parameters = sum([p.numel() * p.itemsize for p in self._reached.parts.values()])
         if 1 <= limit <= 100:
             limit = max(limit * max(known.activations, parameters), MIN_BUDGET)
-        return Budget(limit, known.activations, known.least, self._reached.size, parameters)
+        return MemoryBudget(limit, known.activations, known.least, self._reached.size, parameters)
 
     def least_bytes(self, place: Call, b: Tensor, layout: Expected | AnyLayout) -> float:
         """Returns the bytes that must be held of a call until the clipped sum, if its gradient has this layout."""

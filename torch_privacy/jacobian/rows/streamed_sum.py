@@ -18,11 +18,11 @@ from ..layouts.known import Merging
 from ..layouts.predict import FoundLayouts
 from ..parallel.shards import local_gradient
 from ..recording.backward import backward_into
-from ..recording.paths import Reached
+from ..recording.paths import RecordedGraph
 from .blocks import Block, NothingKept
 from .check import RowCheck
 from .operator import Jacobian
-from .plan import Budget, make_op
+from .plan import MemoryBudget, make_op
 
 # The coarsest rounding in the graph at which a second backward, which rounds again, keeps the bound on a row.
 FINE = 1e-6
@@ -72,7 +72,7 @@ class StreamedSum:
         budget: of one backward; None keeps everything.
     """
 
-    def __init__(self, reached: Reached, found: FoundLayouts, request: SumRequest, budget: Budget | None):
+    def __init__(self, reached: RecordedGraph, found: FoundLayouts, request: SumRequest, budget: MemoryBudget | None):
         self._reached, self._found, self._request, self._budget = reached, found, request, budget
         self._cotangent = request.cotangent(reached.losses)
 
@@ -106,7 +106,7 @@ class StreamedSum:
         return self._reached.precision() > FINE or any(is_half(p) for p in self._reached.parts.values())
 
     def _backward(
-        self, request: SumRequest, budget: Budget | None, check: RowCheck | None, retain_graph: bool
+        self, request: SumRequest, budget: MemoryBudget | None, check: RowCheck | None, retain_graph: bool
     ) -> dict[str, Tensor]:
         """Returns the sums, by one backward."""
         reached, found = self._reached, self._found
@@ -131,10 +131,10 @@ class Backward:
         check: receives every group's rows first.
     """
 
-    reached: Reached
+    reached: RecordedGraph
     found: FoundLayouts
     request: SumRequest
-    budget: Budget | None
+    budget: MemoryBudget | None
     native: SumByBackward
     check: RowCheck | None
 
@@ -276,7 +276,7 @@ class SumByBackward:
         merging: which examples share a row, their mean.
     """
 
-    def __init__(self, reached: Reached, cotangent: Tensor, merging: Merging | None):
+    def __init__(self, reached: RecordedGraph, cotangent: Tensor, merging: Merging | None):
         self._reached, self._cotangent, self._merging = reached, cotangent, merging
         self._names: list[str] = []
         self._factors: Tensor | None = None  # of the latest backward
