@@ -32,6 +32,7 @@ from torch_privacy.jacobian.layouts.known import Layouts
 from torch_privacy.jacobian.tape import Tape
 from torch_privacy.mechanisms.estimated_norms.directions import Directions
 from torch_privacy.mechanisms.estimated_norms.projected import Projector
+from torch_privacy.mechanisms.estimated_norms.settings import Projections
 from torch_privacy.ops.linear import Linear
 from torch_privacy.support.model_state import ModelTensors
 
@@ -55,7 +56,7 @@ def non_private(problem: models.Problem) -> Step:
     return step
 
 
-def private(problem: models.Problem, setting: tp.Sketched | None) -> Step:
+def private(problem: models.Problem, setting: Projections | None) -> Step:
     """Returns a step with a clipped sum; its first calls include checks and measurements."""
     model, x, y = problem
     trained, others = dict(model.named_parameters()), dict(model.named_buffers())
@@ -101,7 +102,7 @@ def contender(name: str, problem: models.Problem) -> Step:
         step = private(problem, None)
         return step if kind == "exact" else by_gram(step)
     method = {"jl": None, "vjp": "double vjp"}[kind]
-    return private(problem, tp.Sketched(*map(int, numbers), method=method))
+    return private(problem, Projections(*map(int, numbers), method=method))
 
 
 def compare(label: str, problem: models.Problem, names: list[str], repeats: int) -> bool:
