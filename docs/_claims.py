@@ -143,7 +143,7 @@ def cells(columns: dict[str, Any], row: dict[str, Any], *, has_valid: bool) -> l
         claimed += f" ({ours:.2f})"
 
     def text(key: str) -> str:
-        return table.cell([numbers[key]], table.Column(**columns[key]))
+        return table.cell([numbers[key]], table.TableColumn(**columns[key]))
 
     fails = numbers["true_delta"]["low"] > numbers["stated_delta"]
     mark = "**" if fails else ""
