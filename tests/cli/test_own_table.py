@@ -226,7 +226,7 @@ def test_owners_are_protected_in_learning_split_and_training(file, tmp_path, mon
     chosen["schema"] = str(schema)
     settings = complete(tmp_path / "people.csv", chosen)
     job = Run.start(tmp_path / "run", "table", **settings)
-    statement, owners, numbers = job._statement(), job.training.settings.owners, job._num_units()
+    statement, owners, numbers = job._statement(), job.training.settings.owners, job.training.settings.public_size()
     job.close()
     assert statement["unit"] == "one customer, at most 2 rows in a step"
     assert {event.unit for event, _ in job.training.ledger.events} | {job.training.event.unit} == {"customer"}
