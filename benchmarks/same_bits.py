@@ -23,7 +23,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -296,7 +295,7 @@ def canaries() -> Found:
 
     audit = tp.audit(lambda data: trainer(data), rows(), tp.GradientCanaries(16), test_seed=3)
     scores = audit.inside.tolist(), audit.outside.tolist()  # repr(audit) names the address of an object
-    return found(weights_of(model), None, audit=digest_of(repr((*scores, *astuple(audit.plan)))))
+    return found(weights_of(model), None, audit=digest_of(repr((*scores, *audit.plan))))
 
 
 @run("run folder")

@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import re
 import time
 import warnings
 from collections import Counter, deque
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -456,6 +458,15 @@ def test_values_that_carry_data_and_change_before_the_step_are_refused(loop):
     training = training_of(network())
     with pytest.raises(tp.Refused, match=REFUSED[loop]):
         loop(training, training.model)
+
+
+def test_code_in_a_folder_beside_the_package_is_the_users():
+    source = inspect.getsource(running_mean_for_the_next_batch)
+    space = {"torch": torch, "errors": errors, "D": D}
+    exec(compile(source, f"{Path(tp.__file__).parent}_demo/loop.py", "exec"), space)
+    training = training_of(network())
+    with pytest.raises(tp.Refused, match="'running_mean'"):
+        space["running_mean_for_the_next_batch"](training, training.model)
 
 
 def test_collate_fn_that_reads_all_data_is_refused():

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from pathlib import Path
 
-_NOT_USERS = (str(Path(__file__).resolve().parents[1]), contextlib.__file__)
+_ROOT = str(Path(__file__).resolve().parents[1])
+PACKAGES = (_ROOT + os.sep, _ROOT + "_papers" + os.sep)  # the library's own code
+_NOT_USERS = (*PACKAGES, contextlib.__file__)
 
 
 def warn(text: str) -> None:

@@ -12,7 +12,6 @@ import sysconfig
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
-from pathlib import Path
 from types import CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -24,10 +23,10 @@ from torch.optim import Optimizer
 from ..sampling.stored_rows import kind_of
 from ..support.held_state import MAX_DEPTH
 from ..support.script_modules import registries_of
+from ..support.warning import PACKAGES
 
 MISSING: Any = object()  # content of a variable that has no value
 MOST = 5000  # variables that are looked at
-_PACKAGE = str(Path(__file__).resolve().parents[1])
 _PATHS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _LIBRARIES = tuple({*_PATHS, *site.getsitepackages(), site.getusersitepackages()})
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -88,7 +87,7 @@ def frames_of_loop() -> list[FrameType]:
     """Returns the frames of the user's code that are on the stack, the innermost first."""
     frame, outside = sys._getframe(1), []
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
+        if not frame.f_code.co_filename.startswith(PACKAGES):
             outside.append(frame)
         frame = frame.f_back
     return [frame for frame in outside if not _is_library(frame.f_code.co_filename)] or outside[:1]
@@ -102,7 +101,7 @@ def _kinds(kind: type) -> tuple[bool, bool]:
 
 @functools.cache
 def _is_library(file: str) -> bool:
-    return file.startswith(("<frozen", *_LIBRARIES)) or file.startswith(_PACKAGE)
+    return file.startswith(("<frozen", *_LIBRARIES)) or file.startswith(PACKAGES)
 
 
 def _is_users(kind: type) -> bool:
