@@ -117,6 +117,7 @@ def test_train_on_a_table_prints_the_epsilon_of_the_ledger_learning_included(fin
     assert "'income' (target) 2 categories: high, low" in finished.err
 
 
+@pytest.mark.thorough
 def test_run_folder_of_a_table_keeps_the_schema_with_a_digest(finished):
     results = json.loads((finished.folder / "results.json").read_text())
     assert results["experiment"] == "table"

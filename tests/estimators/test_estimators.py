@@ -208,6 +208,7 @@ class TestClasses:
         found = sum(1 in find_classes(y, 2.0, 2.0, seed).classes for seed in range(400)) / 400
         assert abs(found - 0.2) < 4 * (0.16 / 400) ** 0.5
 
+    @pytest.mark.thorough
     def test_an_example_of_a_class_that_is_not_found_has_no_influence(self):
         """The example is in batches, and its gradient is zero."""
         x, _ = data(300)

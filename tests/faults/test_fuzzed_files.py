@@ -165,6 +165,7 @@ def test_report_of_a_damaged_training(chosen, runs, pages, tally):
 EXPERIMENT_FILES = ["results.json", "settings.json", "figure-4-sigma-1.3.svg"]
 
 
+@pytest.mark.thorough
 @examples(12, 1000)
 @given(chosen=mutations(EXPERIMENT_FILES))
 def test_report_of_a_damaged_experiment(chosen, runs, pages, tally):

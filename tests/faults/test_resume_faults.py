@@ -116,6 +116,7 @@ def test_a_number_of_threads_that_the_state_does_not_know_is_named(tmp_path, new
         train(again, losses=by_threads)
 
 
+@pytest.mark.thorough
 def test_a_state_names_the_generator_of_the_noise(tmp_path, new_process):
     """Older states name none, and had Box-Muller's: what is repeated from them differs, and the warning says why."""
     whole = secret_training(run_folder=tmp_path)

@@ -69,6 +69,16 @@ def test_trainings_in_threads_are_those_of_one_thread_bit_for_bit(tally):
     assert right == trials
 
 
+def test_steps_made_in_other_threads_are_those_of_one_thread():
+    expected, training = with_dropout(), with_dropout()
+    train(expected)
+    for x, y in training:
+        losses = cross_entropy(training.model, x, y)
+        assert not in_threads(lambda losses=losses: training.step(losses))
+    assert torch.equal(parameters_of(training), parameters_of(expected))
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
 def test_a_batch_that_another_thread_keeps_is_named(monkeypatch):
     monkeypatch.setattr(replay, "LONGEST_WAIT", 0.0)
     kept, other = training_of(), training_of()
@@ -85,8 +95,15 @@ def test_a_batch_that_another_thread_keeps_is_named(monkeypatch):
 
 def test_a_thread_that_ended_with_a_batch_stops_nobody():
     kept, other, loops = training_of(), training_of(), []
+    before = torch.get_rng_state()
     loops.append(iter(kept))
     assert not in_threads(lambda: next(loops[0]))
+    steps = iter(other)
+    next(steps)
+    loops[0].close()  # as the garbage collector does; it leaves the numbers of the other training alone
+    assert not other._runs.pending.numbers.was_seeded
+    steps.close()
+    assert torch.equal(torch.get_rng_state(), before)
     train(other)
     assert other.step_count == 6
 

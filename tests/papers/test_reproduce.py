@@ -211,6 +211,7 @@ def test_training_row_resumes_from_its_checkpoint(tmp_path):
     again.close()
 
 
+@pytest.mark.thorough
 def test_training_row_stopped_before_its_first_checkpoint_starts_anew(tmp_path):
     run = Reproduction.start(tmp_path / "r", "gdp-adult", quick=True)
     job = run.unfinished()[0]

@@ -77,6 +77,7 @@ class Drawn:
     few: int = 0  # how many draws were at most one number for each example
     unaligned: int = 0  # how many others did not have the examples in their first dimension, or perhaps in another
     on_restart: list[Callable[[], None]] = field(default_factory=list)
+    on_return: list[Callable[[], None]] = field(default_factory=list)  # called when the loop of the run goes on
 
     def note(self, shape: tuple[int, ...]) -> None:
         """Counts a draw of this shape."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -28,7 +29,7 @@ def drawing(draws: Draws, count: int) -> Iterator[Drawn]:
     drawn = Drawn(count)
     with ExitStack() as stack:
         if draws.rule is not Rule.AS_DRAWN:
-            stack.enter_context(FixedDraws(draws, drawn))
+            stack.enter_context(FixedDraws(draws, drawn).in_this_thread())
             stack.enter_context(fixed_plain_draws(draws, drawn))
         yield drawn
 
@@ -43,19 +44,42 @@ def drawing_in(model: nn.Module, draws: Draws, count: int) -> Iterator[Drawn]:
 
 
 class FixedDraws(TorchDispatchMode):
-    """Replaces the results of torch's random functions; its generators do not advance, unless numbers are as drawn."""
+    """Replaces the results of torch's random functions; its generators do not advance, unless numbers are as drawn.
+
+    Torch has a stack of modes for each thread. If another thread ends the run, the mode does nothing from then on, and
+    leaves the stack when the user's loop goes on in its own thread (``Drawn.on_return``).
+    """
 
     def __init__(self, draws: Draws, drawn: Drawn):
         super().__init__()
         self._draws, self._drawn, self._calls, self._total = draws, drawn, 0, 0
+        self._thread: int | None = None  # in which it is on the stack
+        self._is_over = False
         drawn.on_restart.append(self._restart)
+        drawn.on_return.append(self._leave)
+
+    @contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        """Replaces what this thread draws inside of the ``with`` block, which any thread may end."""
+        self._thread = threading.get_ident()
+        self.__enter__()
+        try:
+            yield
+        finally:
+            self._is_over = True
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._is_over and self._thread == threading.get_ident():
+            self._thread = None
+            self.__exit__(None, None, None)
 
     def _restart(self) -> None:
         self._calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if self._is_over or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         names = [argument.name for argument in func._schema.arguments]
         if "dropout_p" in names:  # in fused attention

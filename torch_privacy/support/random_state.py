@@ -166,6 +166,12 @@ class _OneThread:
             self._users.pop(user, None)
             self._changed.notify_all()
 
+    def after(self, user: Any) -> Any:
+        """Returns the user that entered next after this one, and has not left; None if there is none."""
+        with self._changed:
+            users = [*self._users]
+            return next(iter(users[users.index(user) + 1 :]), None) if user in users else None
+
     def _others(self, thread: threading.Thread) -> list[threading.Thread]:
         return [user for user in self._users.values() if user is not thread and user.is_alive()]
 
@@ -200,15 +206,24 @@ class SeededRandomNumbers:
         self._mark = seed_random_numbers(seed)
 
     def close(self) -> None:
-        """Restores the generators; a second call does nothing."""
+        """Restores the generators; a second call does nothing.
+
+        If a later one is open, because this one's loop was left behind by a thread that has ended, that one restores
+        them when it is closed.
+        """
         if self._mark is None:
             return
         self._mark = None
-        for generator, state in self._torch:
-            generator.set_state(state)
-        _FREE_GENERATORS.append(numpy_generator())
-        set_numpy_generator(self._numpy)
-        random.setstate(self._python)
+        later = _ONE_THREAD.after(self)
+        if later is not None:
+            _FREE_GENERATORS.append(later._numpy)
+            later._torch, later._numpy, later._python = self._torch, self._numpy, self._python
+        else:
+            for generator, state in self._torch:
+                generator.set_state(state)
+            _FREE_GENERATORS.append(numpy_generator())
+            set_numpy_generator(self._numpy)
+            random.setstate(self._python)
         _ONE_THREAD.leave(self)
 
 

@@ -299,6 +299,8 @@ class StepRun:
             yield
         finally:
             pending.stop()
+            for leave in () if pending.turn.drawn is None else pending.turn.drawn.on_return:
+                leave()
 
     def _recorder(self, part: Part, turn: Turn) -> Recording | None:
         """Returns the recorder of a turn; None if only losses are compared."""
