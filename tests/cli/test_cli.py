@@ -177,7 +177,7 @@ def test_epsilon_and_compare_price_a_person_with_several_examples(capsys):
     assert run(["compare", *EVENTS, "--group-size", "4", "--json"]) == 0
     persons = json.loads(capsys.readouterr().out)["persons"]
     assert persons["epsilon_sampling_examples"] == {"low": low, "high": high}
-    assert persons["rule"].startswith("Sample persons (owners=, per_owner=4) if")
+    assert persons["rule"].startswith("Sample persons (owners of Examples, per_owner=4) if")
     assert run(["epsilon", *EVENTS, "--group-size", "4", "--plot", "epsilon.svg"]) != 0
 
 

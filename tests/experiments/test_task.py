@@ -53,7 +53,7 @@ def build_task(settings, released=None):
         new_scheduler=lambda optimizer, num_steps: torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.5, num_steps),
         private=lambda model: {
             "clipping": tp.PerLayer(clip_norm=2.0),
-            "microbatch_size": 8,
+            "performance": tp.Performance(microbatch_size=8),
             "prior_releases": [PRIOR],
         },
         released={"components": torch.eye(3)},

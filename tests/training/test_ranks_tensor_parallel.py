@@ -90,6 +90,8 @@ def trained(
     rank: int | None, case: str, mesh: tuple[int, ...] | None, optimizer: str = "sgd", **settings: Any
 ) -> Result:
     dtype, with_nan = settings.pop("dtype", torch.float64), settings.pop("with_nan", False)
+    if "num_workers" in settings:
+        settings["examples"] = {"num_workers": settings.pop("num_workers")}
     model = model_of(case, mesh, dtype)
     before = whole_weights(model)
     training = start(model, examples(case, dtype, with_nan=with_nan), optimizer, **settings)
@@ -167,7 +169,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adaptive in microbatches": {"performance": tp.Performance(microbatch_size=3), "clipping": RULES["adaptive"]},
     "one example a step": {"expected_batch_size": 1, "num_steps": 12},
     "examples that are not finite": {"with_nan": True},
-    "workers": {"examples": {"num_workers": 1}},
+    "workers": {"num_workers": 1},
     "little memory": {"performance": tp.Performance(memory_budget=1.0001)},
 }
 

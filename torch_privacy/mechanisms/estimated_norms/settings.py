@@ -18,7 +18,7 @@ METHODS = "forward mode", "double vjp"
 @plain_numbers
 @dataclass(frozen=True)
 class Projections:
-    """How norms are estimated; see `Sketched` for each."""
+    """Holds how norms are estimated; see `Sketched` for each."""
 
     num_projections: int = 32
     group_size: int | None = None
