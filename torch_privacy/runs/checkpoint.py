@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_privacy.support.read_file import is_text, parse_json, read_bytes
+from torch_privacy.support.read_file import is_text, opened, parse_json
 from torch_privacy.support.validate import Refused
 from torch_privacy.support.write_file import write_whole
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 WHERE = "checkpoint"
 STATE = "state.json"  # name of the tensor that holds the JSON
 FORMAT, EMPTY = "torch_privacy checkpoint 1, SHA-256", "0" * 64  # the key of the digest, and what is in its place
-LARGEST = 2**40  # bytes
+MARK = f'"{FORMAT}":"'.encode()  # in the header, before the digest
+LARGEST, LONGEST_HEADER = 2**40, 10**8  # bytes
 DEEPEST = 20  # levels of nesting
 NATIVE = {  # to safetensors; of other types the bytes are stored
     f"torch.{name}"
@@ -64,7 +66,15 @@ def load(path: Path) -> dict[str, Any]:
             is found.
     """
     try:
-        return unpacked(read_bytes(path, LARGEST))
+        with opened(path) as file:
+            if os.fstat(file.fileno()).st_size > LARGEST:
+                raise ValueError(f"it has more than {LARGEST} bytes")
+            start = file.read(8)
+            start += file.read(min(int.from_bytes(start, "little"), LONGEST_HEADER))
+            is_ours = MARK in start[8:]  # else its other bytes are not read
+            return unpacked(start + file.read() if is_ours else start)
+    except OSError as error:
+        raise Refused(f"{path}: cannot be read ({error.strerror}). Restore a copy of it.") from None
     except Refused as error:
         raise Refused(f"{path}: {error}") from None
     except ValueError as error:
@@ -92,9 +102,8 @@ def unpacked(content: bytes) -> dict[str, Any]:
     import safetensors.torch
 
     header = content[8 : 8 + int.from_bytes(content[:8], "little")]
-    mark = f'"{FORMAT}":"'.encode()
-    place = 8 + header.find(mark) + len(mark)
-    if mark not in header:
+    place = 8 + header.find(MARK) + len(MARK)
+    if MARK not in header:
         if content.startswith(FORMER):
             raise Refused(EARLIER)
         raise ValueError("it is no checkpoint of this version, or damaged")
