@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Breaks the code at many places, one at a time, and counts which of these mutants the tests notice.
 
-    pip install coverage
-    python benchmarks/mutants.py cover --data cover.sqlite          # which test function runs which line (make test's)
-    python benchmarks/mutants.py run --data cover.sqlite --log mutants.jsonl --count 150
-    python benchmarks/mutants.py run --data cover.sqlite --log mutants.jsonl --thorough       # those that survived
+    python benchmarks/mutants.py run --log mutants.jsonl --count 150     # the tests of `make test`
+    python benchmarks/mutants.py run --log mutants.jsonl --thorough      # on those that survived: the others
     python benchmarks/mutants.py table --log mutants.jsonl
 
 A mutant swaps a comparison, an operator, ``and`` and ``or``, a condition and its opposite, changes a number by one, or
-drops a statement that raises. The draw gives each room its share of lines. A mutant runs the test functions that run
-its line in a copy of the repository, those of its own room first, until one fails or the time is over. One that no test
-runs survives. With ``--thorough``, survivors run what `make test` leaves out of the same files. Some mutants cannot be
-noticed, because they change speed or a message only, so what counts is the share of those that `make thorough` notices
-and `make test` does not.
+drops a statement that raises. The draw gives each room its share of lines. A mutant runs in a copy of the repository,
+until a test fails or the time is over: first the test file with the name of its own, then files of the same room and
+others that name what its module defines. With ``--thorough``, survivors run what `make test` leaves out of the same
+files. Some mutants cannot be noticed, because they change speed or a message only, so what counts is the share of those
+that `make thorough` notices and `make test` does not.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ import ast
 import json
 import os
 import random
-import shutil
-import sqlite3
+import re
 import subprocess
 import sys
 import tempfile
@@ -42,26 +39,6 @@ SWAPPED = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Pow: "*", ast.Mod: "*",
     ast.BitAnd: "|", ast.BitOr: "&", ast.And: "or", ast.Or: "and",
 }  # fmt: skip
-PLUGIN = """
-import json, os
-def pytest_collection_modifyitems(config, items):
-    wanted = set(json.loads(os.environ["MUTANT_TESTS"]))
-    left_out = [item for item in items if item.nodeid.partition("[")[0] not in wanted]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item.nodeid.partition("[")[0] in wanted]
-"""
-CONTEXTS = """
-import coverage, os, pytest
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item):
-    found = coverage.Coverage.current()
-    if found is not None:
-        found.switch_context(item.nodeid.partition("[")[0])
-def pytest_runtest_logreport(report):
-    if report.failed:
-        with open(os.environ["MUTANT_FAILED"], "a") as file:
-            print(report.nodeid.partition("[")[0], file=file)
-"""
 
 
 @dataclass(frozen=True)
@@ -141,59 +118,32 @@ def drawn(count: int, seed: int) -> list[Mutant]:
 # Running --------------------------------------------------------------------------------------------------------------
 
 
-def copy_of_repository(folder: Path) -> None:
-    """Copies the files that git knows, and links the data beside it."""
-    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
-    for name in filter(None, files):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, folder / name)
-
-
-def pytest_in(folder: Path, *arguments: str, plugins: Path, seconds: float | None = None, **variables: str) -> int:
-    """Runs pytest in a copy; returns its exit status, -1 if the time was over."""
-    paths = [str(folder), str(plugins), *filter(None, [os.environ.get("PYTHONPATH")])]
-    data = {"TORCH_PRIVACY_DATA": os.environ.get("TORCH_PRIVACY_DATA", str(ROOT.parent / "shared" / "data"))}
-    environment = os.environ | data | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"} | variables
-    command = [sys.executable, "-m", *arguments]
+def tests_fail(folder: Path, files: list[str], *, thorough: bool, seconds: float) -> bool:
+    """Returns whether a test of the files fails in a copy of the repository, before the time is over."""
+    paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    command += ["--thorough"] if thorough else []
     try:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return -1
-    return done.returncode
+        return False
+    return done.returncode not in (0, 5)  # 5: no such tests in these files
 
 
-def cover(data: Path) -> None:
-    """Runs the tests of `make test` once, and notes which lines each test function runs."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, plugins = Path(name) / "repository", Path(name) / "plugins"
-        plugins.mkdir()
-        (plugins / "mutant_contexts.py").write_text(CONTEXTS)
-        copy_of_repository(folder)
-        run = ["coverage", "run", f"--data-file={data.resolve()}", f"--source={PACKAGE}", "-m", "pytest", "-q"]
-        failed = failed_without_mutants(data)
-        failed.unlink(missing_ok=True)
-        status = pytest_in(folder, *run, "-p", "mutant_contexts", plugins=plugins, MUTANT_FAILED=str(failed.resolve()))
-    print(f"pytest ended with {status}")
-
-
-def failed_without_mutants(data: Path) -> Path:
-    """Returns the file with the names of tests that fail in a copy, mutant or not, such as those that need git."""
-    return data.with_suffix(".failed")
-
-
-def tests_of(data: Path, mutant: Mutant) -> set[str]:
-    """Returns the test functions that run the mutant's line."""
-    from coverage.numbits import register_sqlite_functions
-
-    connection = sqlite3.connect(data)
-    register_sqlite_functions(connection)
-    query = (
-        "select distinct context.context from line_bits join file on file.id = line_bits.file_id "
-        "join context on context.id = line_bits.context_id where file.path like ? and num_in_numbits(?, numbits)"
-    )
-    found = connection.execute(query, (f"%/repository/{mutant.file}", mutant.line)).fetchall()
-    failed = failed_without_mutants(data)
-    return {c for (c,) in found if "::" in c} - set(failed.read_text().split("\n") if failed.exists() else [])
+def tests_for(mutant: Mutant) -> list[str]:
+    """Returns the test files that can notice a mutant, those most likely to first."""
+    tree = ast.parse((ROOT / mutant.file).read_text())
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    module, folder = Path(mutant.file).stem, Path("tests", *Path(mutant.file).parts[1:2])
+    likely = {}
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        name, text = str(file.relative_to(ROOT)), file.read_text()
+        named = sum(len(re.findall(rf"\b{re.escape(word)}\b", text)) for word in {*names, module})
+        in_room = folder in Path(name).parents
+        if in_room or named:
+            likely[name] = (file.stem != f"test_{module}", not (in_room and named), not in_room, -named)
+    return sorted(likely, key=lambda name: likely[name])
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -201,10 +151,9 @@ def run(arguments: argparse.Namespace) -> None:
     log: Path = arguments.log
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     with tempfile.TemporaryDirectory() as name:
-        folder, plugins = Path(name) / "repository", Path(name) / "plugins"
-        plugins.mkdir()
-        (plugins / "mutant_tests.py").write_text(PLUGIN)
-        copy_of_repository(folder)
+        folder = Path(name) / "repository"
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
+        (Path(name) / "shared").symlink_to(ROOT.parent / "shared")
         for mutant in drawn(arguments.count, arguments.seed):
             known = {row["set"]: row for row in rows if row["mutant"] == asdict(mutant)}
             kind = "thorough" if arguments.thorough else "test"
@@ -214,35 +163,15 @@ def run(arguments: argparse.Namespace) -> None:
             source = path.read_bytes()
             path.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
             begin = time.monotonic()
-            killed, tests = killed_by(arguments, mutant, folder, plugins)
+            files = tests_for(mutant)
+            killed = tests_fail(folder, files, thorough=arguments.thorough, seconds=arguments.seconds)
             path.write_bytes(source)
-            row = {"mutant": asdict(mutant), "set": kind, "killed": killed, "tests": tests}
+            row = {"mutant": asdict(mutant), "set": kind, "killed": killed, "files": len(files)}
             rows.append(row | {"seconds": round(time.monotonic() - begin, 1)})
             with log.open("a") as file:
                 print(json.dumps(rows[-1]), file=file)
-            print(
-                kind,
-                "killed  " if killed else "survived",
-                f"{mutant.file}:{mutant.line}",
-                mutant.was,
-                "->",
-                mutant.text,
-            )
-
-
-def killed_by(arguments: argparse.Namespace, mutant: Mutant, folder: Path, plugins: Path) -> tuple[bool, int]:
-    """Returns whether a test fails on a mutant, and how many test functions run its line."""
-    tests = tests_of(arguments.data, mutant)
-    files = sorted({test.partition("::")[0] for test in tests}, key=lambda file: (mutant.room not in file, file))
-    files = [file for file in files if (folder / file).exists()]
-    if not files:
-        return False, 0
-    more = ["--thorough"] if arguments.thorough else ["-p", "mutant_tests"]  # of the others no data say what they run
-    status = pytest_in(
-        folder, "pytest", "-q", "-x", "-p", "no:cacheprovider", *more, *files,
-        plugins=plugins, seconds=arguments.seconds, MUTANT_TESTS=json.dumps(sorted(tests)),
-    )  # fmt: skip
-    return status not in (0, 5, -1), len(tests)
+            verdict = "killed  " if killed else "survived"
+            print(kind, verdict, f"{mutant.file}:{mutant.line}", mutant.was, "->", mutant.text, flush=True)
 
 
 def table(log: Path) -> None:
@@ -262,8 +191,7 @@ def table(log: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cover", "run", "table"])
-    parser.add_argument("--data", type=Path, default=Path("cover.sqlite"))
+    parser.add_argument("what", choices=["run", "table"])
     parser.add_argument("--log", type=Path, default=Path("mutants.jsonl"))
     parser.add_argument("--count", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
@@ -272,9 +200,7 @@ def main() -> None:
         "--thorough", action="store_true", help="survivors, with what make test leaves out of the files"
     )
     arguments = parser.parse_args()
-    if arguments.what == "cover":
-        cover(arguments.data)
-    elif arguments.what == "run":
+    if arguments.what == "run":
         run(arguments)
     else:
         table(arguments.log)
