@@ -10,7 +10,7 @@ drops a statement that raises. The draw gives each room its share of lines. A mu
 until a test fails or the time is over: first the test file with the name of its own, then files of the same room and
 others that name what its module defines. With ``--thorough``, survivors run what `make test` leaves out of the same
 files. Some mutants cannot be noticed, because they change speed or a message only, so what counts is the share of those
-that `make thorough` notices and `make test` does not.
+that `make thorough` notices and `make test` does not. The log names the tests that failed; see that they pass without.
 """
 
 from __future__ import annotations
@@ -118,17 +118,20 @@ def drawn(count: int, seed: int) -> list[Mutant]:
 # Running --------------------------------------------------------------------------------------------------------------
 
 
-def tests_fail(folder: Path, files: list[str], *, thorough: bool, seconds: float) -> bool:
-    """Returns whether a test of the files fails in a copy of the repository, before the time is over."""
+def failure(folder: Path, files: list[str], *, thorough: bool, seconds: float) -> str:
+    """Returns the name of the first test that fails in a copy of the repository; "" if none does before the time."""
     paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     command += ["--thorough"] if thorough else []
     try:
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=seconds)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return False
-    return done.returncode not in (0, 5)  # 5: no such tests in these files
+        return ""
+    if done.returncode in (0, 5):  # 5: no such tests in these files
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return failed[1] if failed else "pytest itself"
 
 
 def tests_for(mutant: Mutant) -> list[str]:
@@ -164,13 +167,13 @@ def run(arguments: argparse.Namespace) -> None:
             path.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
             begin = time.monotonic()
             files = tests_for(mutant)
-            killed = tests_fail(folder, files, thorough=arguments.thorough, seconds=arguments.seconds)
+            failed = failure(folder, files, thorough=arguments.thorough, seconds=arguments.seconds)
             path.write_bytes(source)
-            row = {"mutant": asdict(mutant), "set": kind, "killed": killed, "files": len(files)}
+            row = {"mutant": asdict(mutant), "set": kind, "killed": bool(failed), "by": failed}
             rows.append(row | {"seconds": round(time.monotonic() - begin, 1)})
             with log.open("a") as file:
                 print(json.dumps(rows[-1]), file=file)
-            verdict = "killed  " if killed else "survived"
+            verdict = f"killed by {failed}" if failed else "survived"
             print(kind, verdict, f"{mutant.file}:{mutant.line}", mutant.was, "->", mutant.text, flush=True)
 
 
