@@ -33,6 +33,7 @@ from .events.counts import Laplace as Laplace
 from .events.counts import RandomizedResponse as RandomizedResponse
 from .events.custom import FinitePair as FinitePair
 from .events.custom import KnownProfile as KnownProfile
+from .events.epochs import BallsAndBins as BallsAndBins
 from .events.estimated_norms import SubsampledJL as SubsampledJL
 from .events.gaussian import FixedSizeGaussian as FixedSizeGaussian
 from .events.gaussian import Gaussian as Gaussian

@@ -69,6 +69,7 @@ def test_noise_multiplier_that_cannot_be_priced_is_refused(value):
 OF_EACH_TYPE = {
     "Gaussian": {"noise_multiplier": 1.0},
     "SubsampledGaussian": {"noise_multiplier": 1.0, "sampling_probability": 0.1},
+    "BallsAndBins": {"noise_multiplier": 1.0, "num_bins": 10},
     "FixedSizeGaussian": {"noise_multiplier": 1.0, "sampling_probability": 0.1},
     "SubsampledBlocks": {"noise_multipliers": [1.0, 2.0], "sampling_probability": 0.1},
     "SubsampledGEP": {"noise_multiplier": 1.0, "sampling_probability": 0.1},

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides the event of an epoch in which every example is in exactly one batch."""
+
+from dataclasses import dataclass
+
+from ...support.units import ONE_EXAMPLE, check_unit
+from ...support.validate import whole
+from ..pairs.balls_and_bins import epoch_pair
+from .base import Event, NeighboringRelation, check_noise, check_removal, priced
+
+MOST_BINS = 10**6
+
+
+@priced(lambda event: epoch_pair(event.noise_multiplier, event.num_bins))
+@dataclass(frozen=True, repr=False)
+class BallsAndBins(Event):
+    """One epoch of DP-SGD in which every example is in exactly one batch: each draws one of t batches, or bins.
+
+    Released are the noisy sums ``sum over the batch + N(0, (noise_multiplier * sensitivity)² I)`` of all t batches, one
+    after the other; each may depend on those before. The bins are drawn anew for every epoch, so E epochs are E of
+    these releases. With σ the noise multiplier, the pair of an epoch is
+
+    - add/remove one: the mixture ``(1/t) Σ_i N(e_i, σ² I)`` and ``N(0, σ² I)`` in t dimensions, in either order;
+    - zero out one (replace it with nothing; the number of examples is public): the same.
+
+    An epoch that was broken off costs a whole one. It costs less than t Poisson samples of the same mean size in all of
+    200 settings but one, in which epsilon is 222. Others draw the bins once for the whole run, which costs more, and
+    call it balls-in-bins, too.
+
+    Args:
+        noise_multiplier: standard deviation of the noise divided by the sensitivity, in [1e-6, 1e6].
+        num_bins: t, the number of batches of an epoch, from 1 to 1e6.
+        neighboring_relation: add/remove one example by default, or zero-out.
+
+    Guarantees:
+        - certified: a law of the likelihood ratio with more spread bounds ε from above, one with less from below. The
+          bracket of an epoch is narrower than 5e-4, relatively. For noise below 0.25 it is wide: the upper end is the
+          price without sampling.
+
+    Source: Chua et al. (2024), arXiv:2412.16802, for the sampler and its pair.
+
+    Example:
+        >>> from torch_privacy.privacy import compose
+        >>> epoch = BallsAndBins(noise_multiplier=1.0, num_bins=100)
+        >>> f"{compose([(epoch, 10)]).epsilon(1e-5).high:.3f}"  # of Poisson samples: 1.828
+        '1.702'
+    """
+
+    noise_multiplier: float
+    num_bins: int
+    neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    unit: str = ONE_EXAMPLE
+    sampler = "balls and bins"
+
+    def __post_init__(self) -> None:
+        check_noise("BallsAndBins", self.noise_multiplier)
+        whole("BallsAndBins", at_least=1, at_most=MOST_BINS, num_bins=self.num_bins)
+        check_removal("BallsAndBins", self.neighboring_relation)
+        check_unit("BallsAndBins", unit=self.unit)
