@@ -13,7 +13,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from ..support.gathered_weights import GatheredWeights, sharded_modules
-from ..support.model_state import AttributeTensors, ModelTensors
+from ..support.model_state import ModelTensors, attribute_tensors
 from ..support.script_modules import takes_hooks
 from ..support.torch_modes import uncompiled
 from ..support.validate import whole
@@ -149,7 +149,7 @@ class _ModelMemory:
     """The knowledge of a model that is kept between recordings."""
 
     def __init__(self, model: nn.Module):
-        self.layouts, self.attributes = Layouts(), AttributeTensors(model)
+        self.layouts, self.attributes = Layouts(), attribute_tensors(model)
 
 
 class _ModelMemories:

@@ -24,9 +24,9 @@ from ..rehearsal.row_digests import RowAnswers
 from ..rehearsal.turn import Answers, Turn
 from ..sampling.batches import CollatedExamples
 from ..support.fixed_draws import drawing_in
-from ..support.model_state import AttributeTensors, ModelTensors
+from ..support.model_state import ModelTensors, Snapshot, attribute_tensors
 from ..support.normalization import SmallGroups
-from ..support.random_state import RandomState, SeededRandomNumbers, Snapshot, frozen, random_position
+from ..support.random_state import RandomState, SeededRandomNumbers, frozen, random_position
 from ..support.torch_modes import tensors_in, uncompiled
 from ..support.validate import Refused, quoted
 from .checkup import EXACT, NOT_CHECKED, REFUSED, Checkup, ParameterUse, Problem, Verdict
@@ -87,7 +87,7 @@ class _Examination:
         self._parameters = _trainable(model)
         # The checks of requirements.py expect an optimizer; they read only its list of parameters.
         self._optimizer: Optimizer = SGD(self._parameters.values(), lr=0.0)
-        self._tensors_of = TensorsOf(model, self._optimizer, AttributeTensors(model))
+        self._tensors_of = TensorsOf(model, self._optimizer, attribute_tensors(model))
         self._problems: list[Problem] = []
         self._notes: list[str] = []
         self._meetings: dict[str, tuple[ParameterUse, ...]] = {}

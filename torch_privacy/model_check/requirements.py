@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from ..support.model_state import AttributeTensors, ModelTensors, ModelTree
+from ..support.model_state import ModelTensors, ModelTree
 from ..support.normalization import advice
 from ..support.validate import Refused
+from ..support.versions import Versions
 
 
 class TensorsOf:
@@ -29,7 +30,7 @@ class TensorsOf:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        attributes: AttributeTensors | None = None,
+        attributes: Versions | None = None,
         of_optimizer: Callable[[], Mapping[str, Tensor] | None] = lambda: None,
     ):
         self._model, self._optimizer, self._attributes = model, optimizer, attributes

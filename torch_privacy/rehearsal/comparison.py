@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..jacobian.layouts.measure import NOT_SEPARATED
-from ..support.model_state import same
+from ..support.contents import same
 from .trace import Trace
 from .turn import Answers, Turn
 

@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from ..support.contents import Saved, same
 from ..support.draws import AS_DRAWN, Rule
-from ..support.model_state import ModelState, ParameterDigests, restore, same
+from ..support.model_state import ModelState, ParameterDigests
 from ..support.validate import Refused
 from .comparison import (
     REPEATED,
@@ -121,8 +122,7 @@ class Rehearsal:
             Refused: an answer for a kept example changed, or a run changed what it must not.
         """
         frozen = {name for name, p in self._model.named_parameters() if not p.requires_grad}
-        weights = [p for p in self._model.parameters() if p.requires_grad] if self._keep_weights else []
-        copies = [p.detach().clone() for p in weights]
+        kept = [Saved(p) for p in self._model.parameters() if p.requires_grad] if self._keep_weights else []
         while True:
             before, marks = ModelState(self._model, self._memory.moving), ParameterDigests(self._model)
             passed = False
@@ -132,7 +132,8 @@ class Rehearsal:
             finally:
                 if not passed:
                     before.restore()
-                    restore(weights, copies)
+                    for weights in kept:
+                        weights.restore()
             if passed:
                 return
             if not moved <= frozen - self._memory.moving:

@@ -17,9 +17,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from ..support.contents import same
 from ..support.draws import AS_DRAWN, Drawn, Draws, Rule
 from ..support.fixed_draws import drawing
-from ..support.model_state import same
 from ..support.random_state import SeededRandomNumbers, random_position
 from ..support.torch_modes import tensors_in
 from ..support.validate import Refused

@@ -167,7 +167,7 @@ class _Walk:
         if kind.__module__.split(".")[0] in _LIBRARIES or isinstance(value, _NOT_PLAIN):
             return
         held: Any = getattr(value, "__dict__", None)
-        slots = [key for cls in kind.__mro__ for key in _slots_of(cls)]
+        slots = [key for cls in kind.__mro__ for key in slots_of(cls)]
         if not (isinstance(held, dict) or slots) or not self._is_new(value):
             return
         for key, part in list(held.items()) if isinstance(held, dict) else ():
@@ -205,7 +205,7 @@ class _Walk:
         for key, cell in zip(func.__code__.co_freevars, func.__closure__ or (), strict=True):
             yield from self._of_cell(f"{name}.<closure>.{key}", cell)
         space = func.__globals__
-        for key in _names_in(func.__code__):
+        for key in names_in(func.__code__):
             if key in space:
                 yield from self._of_global(f"{func.__module__}.{key}", space, key)
 
@@ -241,15 +241,16 @@ def _is_code(value: Any) -> bool:
     return isinstance(value, (FunctionType, MethodType, ModuleType, type, nn.Module, staticmethod, classmethod))
 
 
-def _slots_of(cls: type) -> tuple[str, ...]:
+def slots_of(cls: type) -> tuple[str, ...]:
+    """Returns the slots that a class has besides those of its bases."""
     slots = vars(cls).get("__slots__", ())
     return tuple(s for s in ((slots,) if isinstance(slots, str) else slots) if s not in ("__dict__", "__weakref__"))
 
 
-@cache
-def _names_in(code: CodeType) -> tuple[str, ...]:
+@lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> tuple[str, ...]:
     """Returns the names that a function looks up, and functions inside of it."""
-    inner = (names for const in code.co_consts if isinstance(const, CodeType) for names in _names_in(const))
+    inner = (names for const in code.co_consts if isinstance(const, CodeType) for names in names_in(const))
     return tuple(dict.fromkeys(chain(code.co_names, inner)))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restores a model's tensors and modes and the random state, so that the user's code can be run repeatedly."""
+"""Sets and restores the random state, so that the user's code can be run repeatedly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,39 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .script_modules import registries_of
 from .validate import Refused
 
 LONGEST_WAIT = 600.0  # seconds until a thread gives up to wait for another one's batch
-
-
-class Snapshot:
-    """Keeps a copy of a model's tensors and modes; takes as much memory as the model."""
-
-    def __init__(self, model: nn.Module):
-        self._modes = [(module, module.training) for module in model.modules()]
-        registries = [r for module in model.modules() for r in registries_of(module)]
-        self._registries: list[tuple[MutableMapping[str, Any], dict[str, Any]]] = [(r, dict(r)) for r in registries]
-        found = [t for r in registries for t in r.values() if isinstance(t, Tensor) and not t.is_inference()]
-        tensors = {id(t): t for t in found}
-        self._contents = [(t, t.detach().clone()) for t in tensors.values()]
-
-    def restore(self) -> None:
-        """Restores tensors and modes."""
-        self.restore_tensors()
-        for module, training in self._modes:
-            module.training = training
-
-    @torch.no_grad()
-    def restore_tensors(self) -> None:
-        """Restores parameters and buffers; does not write into those that have not changed."""
-        for registry, before in self._registries:
-            for name in [name for name in registry if name not in before]:
-                del registry[name]
-            registry.update(before)
-        for tensor, content in self._contents:
-            if not _equal(tensor, content):
-                tensor.copy_(content)
 
 
 def seed_random_numbers(seed: bytes) -> int:
@@ -272,10 +242,3 @@ def in_eval(modules: Collection[nn.Module]) -> Iterator[None]:
     finally:
         for module, training in zip(modules, before, strict=True):
             module.training = training
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors hold the same values; NaN equals NaN."""
-    if torch.equal(a, b):
-        return True
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from ..rehearsal.comparison import CARRIES
 from ..sampling.batches import DatasetExamples
 from ..sampling.stored_rows import kind_of, num_bytes
-from ..support.model_state import Visits, same
+from ..support.contents import MISSING, Visits, same, values_in
 from .loop_contents import Replacement, rebuilt, rows_of
-from .loop_variables import MISSING, Variable, attributes_of
+from .loop_variables import Variable, attributes_of
 
 FEWEST = 4  # examples of a batch that must be found at their places
 FEW_PARTS = 16  # of a container that is looked into
@@ -83,7 +83,7 @@ class OtherRows(Replacement):
         return MISSING
 
     def _with_other_parts(self, value: Any, visits: Visits) -> Any:
-        parts = [*value.values()] if isinstance(value, Mapping) else [*value]
+        parts = values_in(value)
         others = [self._exchanged(part, visits) for part in parts]
         kept = [part if other is MISSING else other for part, other in zip(parts, others, strict=True)]
         return MISSING if all(other is MISSING for other in others) else rebuilt(value, kept)

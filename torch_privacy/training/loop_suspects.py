@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .loop_contents import alike, content_of, sampled
-from .loop_variables import MISSING, Variable
+from ..support.contents import MISSING, same
+from .loop_contents import content_of, sampled
+from .loop_variables import Variable
 
 ROUNDING = 64  # units of rounding by which an average may differ from one of released weights
 FEW_NUMBERS = 64  # numbers of each tensor that are compared after every step
@@ -55,7 +56,7 @@ class Suspect:
         """Notes whether the turn changed the content."""
         if self._begun and len(self._begun) == len(self._variables):
             now = (variable.read() for variable in self._variables)
-            self.changes_in_turn |= not all(map(alike, now, self._begun))
+            self.changes_in_turn |= not all(map(same, now, self._begun))
         self._begun = []
 
     def observe(self, step: int, weights: Mapping[str, Tensor]) -> None:

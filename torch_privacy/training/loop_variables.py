@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..sampling.stored_rows import kind_of
-from ..support.held_state import MAX_DEPTH
+from ..support.contents import MISSING
+from ..support.held_state import MAX_DEPTH, names_in, slots_of
 from ..support.script_modules import registries_of
 from ..support.warning import PACKAGES
 
-MISSING: Any = object()  # content of a variable that has no value
 MOST = 5000  # variables that are looked at
 _PATHS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _LIBRARIES = tuple({*_PATHS, *site.getsitepackages(), site.getusersitepackages()})
@@ -111,7 +111,7 @@ def _is_users(kind: type) -> bool:
     return kind.__module__ == "__main__" or module is None or (file is not None and not _is_library(file))
 
 
-def is_flat(container: Any) -> bool:
+def _is_flat(container: Any) -> bool:
     """True if a container has numbers and texts only."""
     values = container.values() if isinstance(container, Mapping) else container
     return all(isinstance(value, _NUMBERS) for value in values)
@@ -148,7 +148,7 @@ class Finder:
 
     def variables(self, frames: Collection[FrameType], *functions: Any) -> list[Variable]:
         """Returns the variables of these frames and functions, and of what they name."""
-        self.named.update(*(_names(frame.f_code) for frame in frames))
+        self.named.update(*(names_in(frame.f_code) for frame in frames))
         for frame in frames:
             self._visit_frame(frame)
         for function in functions:
@@ -265,9 +265,9 @@ class Finder:
 
     def _visit_names(self, code: CodeType, namespace: dict[str, Any]) -> None:
         """Walks over the globals that the code names, and those that functions within it name."""
-        names = _names(code)
+        names = names_in(code)
         self.named.update(names)
-        for key in names:
+        for key in sorted(names):
             if key in namespace and (id(namespace), key) not in self._names:
                 self._names.add((id(namespace), key))
                 self._visit(str(namespace.get("__name__")), key, ENTRY, namespace, key)
@@ -316,16 +316,9 @@ def parts_of(value: Any, depth: int = 4) -> list[Any]:
     return [value, *(part for each in inner for part in parts_of(each, depth - 1))]
 
 
-@functools.lru_cache(maxsize=4096)
-def _names(code: CodeType) -> tuple[str, ...]:
-    """Returns the names of globals and attributes in the code, also of functions within it."""
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return tuple(sorted(set(code.co_names).union(*inner)))
-
-
 def _parts(container: Any) -> Iterator[tuple[Any, Any]]:
     """Yields the parts of a container that is not long, with their keys."""
-    if len(container) <= MOST // 10 and not is_flat(container):
+    if len(container) <= MOST // 10 and not _is_flat(container):
         yield from container.items() if isinstance(container, Mapping) else enumerate(container)
 
 
@@ -334,8 +327,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Access, Any]]:
     holder = getattr(value, "__dict__", {})
     for key in list(holder) if isinstance(holder, dict) else ():
         yield key, ENTRY, holder
-    slots = {s for kind in type(value).__mro__ for s in np.atleast_1d(vars(kind).get("__slots__", ())).tolist()}
-    for key in sorted(slots - {"__dict__", "__weakref__"}):
+    for key in sorted({slot for kind in type(value).__mro__ for slot in slots_of(kind)}):
         yield key, SLOT, value
 
 

@@ -22,15 +22,15 @@ from torch.optim import Optimizer
 from ..rehearsal.comparison import CARRIES, AnswerComparison, quoted
 from ..rehearsal.turn import Answers, Turn
 from ..sampling.batches import DatasetExamples
+from ..support.contents import MISSING, same
 from ..support.model_state import ModelState
 from ..support.validate import Refused
 from ..support.warning import warn
 from .bystanders import OtherOptimizers
-from .loop_contents import Exchange, alike, content_of
+from .loop_contents import Exchange, content_of
 from .loop_rows import OtherRows, reads_others
 from .loop_suspects import Suspect, is_count
 from .loop_variables import (
-    MISSING,
     Finder,
     Variable,
     attributes_of,
@@ -234,9 +234,7 @@ class LoopWatch:
         finder = Finder(own)
         found = finder.variables(frames_of_loop(), *examples.code)
         self._of_model = {v.key: v for v in attributes_of_model(model, finder.named)}
-        self._written |= {
-            k for k, v in self._of_model.items() if k in self._left and not alike(v.read(), self._left[k])
-        }
+        self._written |= {k for k, v in self._of_model.items() if k in self._left and not same(v.read(), self._left[k])}
         self._left = {}
         found += [variable for key, variable in self._of_model.items() if key in self._written]
         if examples.fetches_here:
@@ -261,7 +259,7 @@ class LoopWatch:
         others, kept, known = [], [], set().union(*(suspect.keys for suspect in self.suspects))
         for key, variable in found.items():
             content, value = earlier.get(key, MISSING), variable.read()
-            if content is not MISSING and alike(value, content):
+            if content is not MISSING and same(value, content):
                 unchanged.append(variable)
                 continue
             if key in known or (isinstance(value, int) and is_count([*self._counts.get(key, []), (step, value)])):
@@ -407,7 +405,7 @@ class _Runs:
         self._batch_turn.enter()
         with self._watch.watching():
             yield
-        self._in_turn |= {variable.key for variable, content in begun if not alike(variable.read(), content)}
+        self._in_turn |= {variable.key for variable, content in begun if not same(variable.read(), content)}
 
     def _suspect(self, group: list[_Other]) -> Suspect:
         suspect = Suspect(group[0][0].group, [variable for variable, _ in group])

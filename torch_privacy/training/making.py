@@ -16,7 +16,7 @@ from ..model_check.requirements import TensorsOf, check_model
 from ..runs.folder import RunFolder
 from ..sampling.examples import Examples
 from ..sampling.item_check import item_check
-from ..support.model_state import AttributeTensors
+from ..support.model_state import attribute_tensors
 from ..support.validate import Refused
 from .accelerate import without_accelerate
 from .agreement import check_ranks
@@ -62,7 +62,7 @@ def make_setup(
         raise Refused(f"PrivateTraining: an audit works in one process, and there are {ranks.size}. Leave it out.")
     check_model(inner, optimizer)
     check_scheduler(scheduler)
-    tensors_of = TensorsOf(inner, optimizer, AttributeTensors(inner), placement.of_optimizer)
+    tensors_of = TensorsOf(inner, optimizer, attribute_tensors(inner), placement.of_optimizer)
     trained = tensors_of().trained
     placement.check(settings)
     mechanism = settings.new_mechanism(trained, batches.dataset)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..support.validate import Refused
+from ..support.versions import Versions
 from ..support.warning import warn
 from .placement import local_of
 
@@ -51,7 +52,7 @@ class WeightMarks:
 
     def renew_versions(self) -> None:
         """Remembers their present versions, if the values are those remembered."""
-        self._versions = self._present_versions()
+        self._versions = Versions(self._locals)
 
     def holds(self, parameters: Mapping[str, Tensor]) -> bool:
         """True if these are the remembered parameters, at the same addresses in memory."""
@@ -106,13 +107,10 @@ class WeightMarks:
 
     def untouched(self) -> bool:
         """True if nothing has been written into any of them since."""
-        return self._versions == self._present_versions() and not self.moved()
+        return self._versions.are_current() and not self.moved()
 
     def _are_in_place(self) -> bool:
         return self._addresses == [p.data_ptr() for p in self._locals]
-
-    def _present_versions(self) -> list[int]:
-        return [p._version for p in self._locals]
 
     def _present_entries(self) -> list[Tensor]:
         return [torch.cat([view for _, view in views]) for views in self._views.values()]

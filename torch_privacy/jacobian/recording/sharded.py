@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ...ops import Use
+from ...support.versions import Versions
 from ..parallel.shards import (
     PartsOfCall,
     WayBack,
@@ -38,16 +39,16 @@ class ShardedTensors:
         self._known, self._parameters = known, parameters
         self.meshes: list[Any] = []  # over which the tensors of some op were distributed
         self.splits_positions = False  # attention runs on a part of every example's positions
-        self._inputs: list[tuple[Tensor, int]] = []  # of the model, with their versions
+        self._inputs: list[Versions] = []  # of the model, at each call
         self._pieces: dict[int, tuple[int, Tensor]] = {}  # id of a distributed weight -> its version, this rank's part
 
     def note_inputs(self, tensors: Sequence[Tensor]) -> None:
         """Takes the tensors that the model is called with."""
-        self._inputs += [(t, t._version) for t in tensors]
+        self._inputs.append(Versions(tensors))
 
     def unchanged_inputs(self) -> list[Tensor]:
         """Returns the tensors that the model was called with, except for those changed in place since."""
-        return [t for t, version in self._inputs if t._version == version]
+        return [t for inputs in self._inputs for t in inputs.unchanged()]
 
     def is_internal(self, func: Callable, values: tuple, frame: Any) -> bool:
         """True for calls by which torch moves shards about. Also notes over which mesh tensors are distributed."""

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from ...ops.tangents import FastTangents
 from ...support.random_state import RandomState
 from ...support.torch_modes import tensors_in
+from ...support.versions import Versions
 from .shared_forward import SharedForward
 
 # name -> (g, *shape): g directions; -> (n, g)
@@ -59,7 +60,7 @@ class ForwardCall:
     mean_entries: float = 0.0  # of the shared forward's values
 
     def __post_init__(self) -> None:
-        self._versions = [(t, t._version) for t in tensors_in((self.args, self.kwargs))]
+        self._versions = Versions(tensors_in((self.args, self.kwargs)))
 
     def record_output(self, output: Any) -> list[tuple[GradientEdge, torch.Size]]:
         """Records the graph edges of the output's tensors; returns edges and shapes."""
@@ -109,7 +110,7 @@ class ForwardCall:
             self.mean_entries, self.shared = self.shared.entries_per_op, None
 
     def _check_versions(self) -> None:
-        if any(tensor._version != version for tensor, version in self._versions):
+        if not self._versions.are_current():
             raise RuntimeError("the forward changed its input in place, and cannot be repeated")
 
     def _tangents_along(self, v: Mapping[str, Tensor], detached: Mapping[str, Tensor]) -> list[Tensor]:

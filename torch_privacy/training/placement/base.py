@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...mechanisms.base import Mechanism
-from ...support.model_state import local_of as local_of
+from ...support.contents import local_of as local_of
 from ...support.ranks import Ranks
 from .buckets import DEFERRED_BYTES, FlatBucket, InFlight, LocalSums, Slice, buckets_of, by_kind
 

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...mechanisms.base import Mechanism
 from ...mechanisms.estimated_norms import Sketched
 from ...mechanisms.gep import BGEP, GEP
+from ...support.contents import local_of
 from ...support.gathered_weights import GatheredWeights
-from ...support.model_state import local_of
 from ...support.ranks import Ranks
 from ...support.validate import Refused
 from .base import Ranked

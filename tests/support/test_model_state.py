@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from torch_privacy.support.model_state import ModelTree, MutationGuard
+from torch_privacy.support.versions import Versions
 from torch_privacy.training.weights import WeightMarks
 
 
@@ -40,6 +41,18 @@ def test_guard_names_what_was_replaced(change):
     assert guard.changed() == ([], [])
     CHANGES[change](m)
     assert any(guard.changed())
+
+
+def test_guard_and_versions_name_what_was_written_into():
+    m = model()
+    guard, versions = MutationGuard(m), Versions([*m.parameters()])
+    assert versions.are_current()
+    with torch.no_grad():
+        m.get_parameter("0.bias").zero_()
+    m.get_buffer("1.running_mean").zero_()
+    assert guard.changed() == (["0.bias"], ["1.running_mean"])
+    assert not versions.are_current()
+    assert [id(p) for p in versions.unchanged()] == [id(p) for p in m.parameters() if p is not m[0].bias]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])

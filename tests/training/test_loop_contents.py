@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests that variables of a loop are compared by their contents, and get others for one run only."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from torch_privacy.support.contents import same
+from torch_privacy.training import loop_contents
+from torch_privacy.training.loop_contents import Exchange, content_of
+from torch_privacy.training.loop_variables import ENTRY, ITEM, Variable
+
+
+def result():
+    return torch.ones(3, requires_grad=True) * 2
+
+
+@functools.cache
+def cached(x):
+    return x
+
+
+def table():
+    return pytest.importorskip("pandas").DataFrame({"a": [1, 2]})
+
+
+def written(value):
+    value.iloc[0, 0] = 5
+
+
+CHANGES = {
+    "large tensor": (lambda: torch.zeros(30), lambda v: v.add_(1)),
+    "large array": (lambda: np.zeros(30), lambda v: v.fill(1)),
+    "result": (result, lambda v: v.data.add_(1)),
+    "cached function": (lambda: functools.cache(cached.__wrapped__), lambda v: v(1)),
+    "table": (table, written),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_not_put_back_is_compared(name, monkeypatch):
+    monkeypatch.setattr(loop_contents, "MOST_NUMBERS", 20)
+    make, change = CHANGES[name]
+    value = make()
+    content = content_of({"a": [value]})
+    assert same({"a": [value]}, content)
+    assert same({"a": [make()]}, content)
+    assert not same({"a": [torch.zeros(2)]}, content)
+    change(value)
+    assert not same({"a": [value]}, content)
+
+
+@pytest.mark.parametrize("size", [3, 30])
+def test_a_default_argument_has_other_numbers_for_one_run(size, monkeypatch):
+    monkeypatch.setattr(loop_contents, "MOST_NUMBERS", 20)
+    value = torch.arange(size)
+    variable = Variable("", "f", "f", ITEM, (value,), 0)
+    exchange = Exchange([(variable, content_of(torch.zeros(2)))], [])
+    with exchange.exchanging():
+        assert not torch.equal(value, torch.arange(size))
+    assert torch.equal(value, torch.arange(size))
+
+
+def test_a_variable_has_its_earlier_content_for_one_run_in_another_object():
+    holder = {"x": [torch.ones(2), 1.0]}
+    value = holder["x"]
+    exchange = Exchange([(Variable("", "x", "x", ENTRY, holder, "x"), content_of([torch.zeros(2), 0.5]))], [])
+    with exchange.exchanging():
+        assert holder["x"] is not value
+        assert same(holder["x"], [torch.zeros(2), 0.5])
+    assert holder["x"] is value
+    value[0].add_(1)
+    exchange.put_back()
+    assert same(value, [torch.ones(2), 1.0])
