@@ -14,13 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..support.file_lock import holder_of, lock, note_holder
 from ..support.validate import Refused
 from ..support.write_file import PARTIAL, PUBLIC, UNFOLLOWED, sync_directory
-
-try:
-    import fcntl
-except ImportError:  # Windows: a second process is not noticed
-    fcntl = None
 
 SECONDS_BETWEEN_SYNCS = 1.0
 BLOCK, LONGEST_LINE = 2**20, 2**24  # bytes
@@ -31,8 +27,6 @@ KNOWN_FORMATS = (UNCHAINED_FORMAT, FORMAT)
 CHOOSE = "Continue it with Ledger.load, or choose another path."
 
 Line = dict[str, Any]
-
-_OPEN: "weakref.WeakValueDictionary[tuple[int, int], LedgerFile]" = weakref.WeakValueDictionary()  # by device and inode
 
 
 class LedgerFile:
@@ -103,7 +97,7 @@ class LedgerFile:
             _rename_to_new(self._unpublished, self.path)
             sync_directory(self.path.absolute().parent)
         except BaseException:
-            self._fail("it was not made")
+            self.lose("it was not made")
             raise
         finally:
             self._unpublished.unlink(missing_ok=True)
@@ -201,19 +195,19 @@ class LedgerFile:
         try:
             os.fsync(self._file)
         except OSError as error:
-            self._fail(f"its disk reported an error ({error}), so that the last releases may not be on it")
+            self.lose(f"its disk reported an error ({error}), so that the last releases may not be on it")
             self._check_open()
         self._last_sync = time.monotonic()
 
     def release(self) -> None:
         """Closes a file that was only read."""
-        self._fail("it was only read")
+        self.lose("it was only read")
 
     def close(self) -> None:
         """Syncs and closes the file."""
         if self._file is not None and not self._failure:
             self.sync()
-        self._fail("it was closed")
+        self.lose("it was closed")
 
     def check_open(self) -> None:
         """Raises ``Refused`` if the file failed or was closed."""
@@ -221,22 +215,19 @@ class LedgerFile:
 
     def _lock(self) -> None:
         assert self._file is not None
-        status = os.fstat(self._file)
-        key = status.st_dev, status.st_ino
-        older = _OPEN.get(key)
+        older = holder_of(self._file)
         if older is not None:
-            older._fail("it was opened anew in this process")
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise Refused(
-                    f"Ledger: another process writes {str(self.path)!r}, and two would record different steps with the "
-                    "same noise. Wait until it ends, or choose another run folder."
-                ) from None
-            except OSError:  # a file system without locks
-                pass
-        _OPEN[key] = self
+            older.lose("it was opened anew in this process")
+        try:
+            lock(self._file)
+        except BlockingIOError:
+            raise Refused(
+                f"Ledger: another process writes {str(self.path)!r}, and two would record different steps with the "
+                "same noise. Wait until it ends, or choose another run folder."
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        note_holder(self._file, self)
 
     def _check_open(self) -> None:
         if self._failure:
@@ -251,11 +242,11 @@ class LedgerFile:
         assert self._file is not None
         status = os.fstat(self._file)
         if status.st_nlink == 0 or status.st_size < self.size:
-            self._fail("it was deleted or shortened by another program")
+            self.lose("it was deleted or shortened by another program")
             self._check_open()
         excess = status.st_size - self.size
         if excess and os.pread(self._file, excess, self.size) != self._attempt[:excess]:
-            self._fail("another program wrote into it")
+            self.lose("another program wrote into it")
         elif excess:  # an interrupted append: its release was not used
             self._undo()
         self._check_open()
@@ -266,9 +257,10 @@ class LedgerFile:
         try:
             os.ftruncate(self._file, self.size)
         except OSError as error:
-            self._fail(f"an incomplete line could not be removed ({error})")
+            self.lose(f"an incomplete line could not be removed ({error})")
 
-    def _fail(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
+        """Closes the file for good; ``reason`` says why it takes no further line."""
         self._failure = self._failure or reason
         if self._file is not None:
             self._file = None
@@ -326,17 +318,6 @@ def _opened(path: Path, create: bool, read_only: bool) -> int:
         if error.errno == errno.EISDIR:
             raise Refused(f"Ledger: {str(path)!r} is a folder. Name the file.") from None
         raise
-
-
-def _leave_to_parent() -> None:
-    """Closes the files in a forked process: its parent writes them, and their locks shall end with the parent."""
-    for file in list(_OPEN.values()):
-        file._fail("this process was forked from the one that writes it")
-    _OPEN.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locks a folder for one process, until it ends."""
 
-from __future__ import annotations
-
 import errno
-import fcntl
 import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+from torch_privacy.support.file_lock import lock, note_holder
 from torch_privacy.support.write_file import UNFOLLOWED
-
-_HELD: weakref.WeakSet[FolderLock] = weakref.WeakSet()  # by this process
 
 
 class FolderLock:
@@ -31,7 +27,7 @@ class FolderLock:
         """Takes the lock; raises a ``ValueError`` if another run, in this process or another, has it."""
         descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | UNFOLLOWED, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor)
         except OSError as error:
             os.close(descriptor)
             if error.errno not in (errno.EAGAIN, errno.EACCES):
@@ -40,20 +36,14 @@ class FolderLock:
                 f"{self.file.parent}: another process is training in this folder. Wait until it ends."
             ) from None
         self._close = weakref.finalize(self, os.close, descriptor)
-        _HELD.add(self)
+        note_holder(descriptor, self)
 
     def release(self) -> None:
         """Gives the lock back, if it is held."""
         if self._close is not None:
             self._close()
         self._close = None
-        _HELD.discard(self)
 
-
-def _leave_to_parent() -> None:
-    """Closes the lock files in a forked process: their locks shall end with the parent."""
-    for lock in list(_HELD):
-        lock.release()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+    def lose(self, reason: str) -> None:
+        """Gives the lock up in a forked process, which does not have it."""
+        self.release()
