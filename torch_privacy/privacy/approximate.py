@@ -16,7 +16,7 @@ from .bracket import Array, Bracket
 from .compose import compose
 from .engines.curve import bisect, crossing
 from .engines.moment_bound import log_moments_of_gaussian
-from .events.base import PAIRS, Event, check_noise, checked_releases
+from .events.base import Event, check_noise, checked_releases
 from .events.gaussian import SubsampledGaussian
 from .pairs.gaussian import SubsampledGaussianPair
 from .tradeoff import Gaussian
@@ -173,7 +173,7 @@ def moments_of(
     values = _check_orders("moments", orders, above=0)
     total = np.zeros(len(values))
     for event, count in checked_releases("moments_of", events):
-        pair = PAIRS[type(event)](event)
+        pair = event.dominating_pair()
         if not isinstance(pair, SubsampledGaussianPair):
             raise ValueError(f"moments_of: {event!r} is not one Poisson-sampled Gaussian release. Use compose.")
         total += count * log_moments_of_gaussian(pair.shift, pair.probability, values)

@@ -13,7 +13,7 @@ from ..support.validate import InvalidValue, non_negative, one_of, plain_numbers
 from .bracket import Bracket
 from .engines.curve import Curve, Value
 from .engines.dispatch import METHODS, curves
-from .events.base import PAIRS, REMOVALS, Event, NeighboringRelation, checked_releases
+from .events.base import REMOVALS, Event, NeighboringRelation, checked_releases
 from .pairs.base import DominatingPair, PairBounds
 from .rounding import fixed
 from .tradeoff import PiecewiseLinear, metrics, of_profile
@@ -272,7 +272,7 @@ def _merged(events: Sequence[tuple[Event, int]]) -> list[tuple[DominatingPair | 
     """Returns each different pair once, with how often it occurs in all."""
     counts: dict[DominatingPair | PairBounds, int] = {}
     for event, count in events:
-        pair = PAIRS[type(event)](event)
+        pair = event.dominating_pair()
         counts[pair] = counts.get(pair, 0) + count
     return [(pair, count) for pair, count in counts.items() if count]
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from ..support.validate import Refused, plain_number, whole
-from .events.base import PAIRS, Event, NeighboringRelation, checked_releases
+from .events.base import Event, NeighboringRelation, checked_releases
 from .events.counts import Laplace
 from .events.gaussian import Gaussian, SubsampledBlocks, SubsampledGaussian
 from .ledger import Ledger, Release
@@ -163,14 +163,12 @@ def _no_counterpart(event: Event) -> str:
     if event.neighboring_relation is NeighboringRelation.REPLACE_ONE:
         return "is priced for replace-one, where dp-accounting's accountants take noise multipliers differently"
     return (
-        ""
-        if type(PAIRS[type(event)](event)) in DP_EVENTS
-        else "is neither a Poisson-sampled Gaussian nor Laplace noise"
+        "" if type(event.dominating_pair()) in DP_EVENTS else "is neither a Poisson-sampled Gaussian nor Laplace noise"
     )
 
 
 def _one_dp_event(event: Event, dp_event: ModuleType) -> Any:
-    pair = PAIRS[type(event)](event)
+    pair = event.dominating_pair()
     return DP_EVENTS[type(pair)](pair, _noise(event, pair.shift), dp_event)  # pyright: ignore[reportAttributeAccessIssue]
 
 

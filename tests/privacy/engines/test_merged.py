@@ -8,7 +8,6 @@ from torch_privacy import privacy
 from torch_privacy.privacy.engines import contour
 from torch_privacy.privacy.engines.curve import ClosedFormCurve, crossing
 from torch_privacy.privacy.engines.merged import Grid, MergedEngine
-from torch_privacy.privacy.events.base import PAIRS
 
 COARSE = Grid(0.1, 1e-22)
 
@@ -22,7 +21,7 @@ def bracket(steps, delta, *, swapped=False, grid=COARSE):
 
 
 def pairs(*events):
-    return [(PAIRS[type(event)](event), count) for event, count in events]
+    return [(event.dominating_pair(), count) for event, count in events]
 
 
 SMOOTH = {

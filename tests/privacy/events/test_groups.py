@@ -12,7 +12,6 @@ from scipy import integrate, stats
 
 from torch_privacy import privacy
 from torch_privacy.privacy.compose import Profile
-from torch_privacy.privacy.events.base import PAIRS
 from torch_privacy.privacy.pairs.group import GroupPair
 
 REFERENCE = {1: 1.8282, 2: 3.979, 4: 8.899, 8: 20.895, 16: 52.714}  # ε at σ = 1, q = .01, T = 1000, δ = 1e-5
@@ -175,7 +174,7 @@ def test_sampling_persons_is_compared_with_sampling_examples():
 
 
 def test_pairs_of_rare_groups_keep_their_digits():
-    pair = PAIRS[privacy.SubsampledGroup](privacy.SubsampledGroup(1.0, 1e-12, 3))
+    pair = privacy.SubsampledGroup(1.0, 1e-12, 3).dominating_pair()
     assert pair.floor == pytest.approx(-3e-12, rel=1e-12)
     height = pair._height_at(np.array([0.0]))[0]
     assert height == pytest.approx(3e-12 * math.exp(-0.5), rel=1e-9)

@@ -109,6 +109,10 @@ class Event:
         """Returns what Python prints for a dataclass, without the fields left at their default."""
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in _chosen(self).items())})"
 
+    def dominating_pair(self) -> "DominatingPair | PairBounds":
+        """Returns the pair of distributions that prices the event, or bounds on it; `priced` states it."""
+        raise NotImplementedError
+
     @property
     def assumption(self) -> str:
         """The assumption of the price beyond the relation and the sampler, for the privacy statement; "" if none."""
@@ -117,9 +121,6 @@ class Event:
 
 EVENTS: dict[str, type[Event]] = {}
 """Every event type by its name, for `event_from_dict`."""
-
-PAIRS: dict[type[Event], Callable[[Any], "DominatingPair | PairBounds"]] = {}
-"""For each event type, a function from the event to its dominating pair, or to bounds on it."""
 
 Kind = TypeVar("Kind", bound=type[Event])
 
@@ -145,7 +146,7 @@ def priced(dominating_pair: "Callable[[Any], DominatingPair | PairBounds]") -> C
         ...     sampler = "full batch"
         >>> event_from_dict({"type": "Shifted", "distance": 0.5})
         Shifted(distance=0.5)
-        >>> _ = EVENTS.pop("Shifted"), PAIRS.pop(Shifted)  # unregisters it after this example
+        >>> _ = EVENTS.pop("Shifted")  # unregisters it after this example
 
     Raises:
         ValueError: if another event type has that name.
@@ -158,7 +159,7 @@ def priced(dominating_pair: "Callable[[Any], DominatingPair | PairBounds]") -> C
                 f"priced: an event type named {kind.__name__!r} exists already: {known!r}. Choose another name."
             )
         EVENTS[kind.__name__] = plain_numbers(kind)
-        PAIRS[kind] = dominating_pair
+        kind.dominating_pair = dominating_pair  # pyright: ignore[reportAttributeAccessIssue]
         return kind
 
     return register
@@ -169,8 +170,8 @@ def check_event(where: str, event: Any) -> None:
 
     Whatever takes in an event calls this: composition, ledgers, and with them statements and cards.
     """
-    if type(event) not in PAIRS:
-        known = ", ".join(kind.__name__ for kind in PAIRS)
+    if EVENTS.get(type(event).__name__) is not type(event):
+        known = ", ".join(EVENTS)
         raise ValueError(
             f"{where}: cannot price {shown(event)}. Known events: {known}. Describe other mechanisms as "
             "KnownProfile or FinitePair."

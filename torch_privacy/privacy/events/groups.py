@@ -15,7 +15,7 @@ from ...support.validate import plain_numbers, whole
 from ..pairs.base import DominatingPair
 from ..pairs.gaussian import SubsampledGaussianPair
 from ..pairs.group import GroupPair
-from .base import PAIRS, REMOVALS, Event, NeighboringRelation, check_event, check_noise, check_removal, priced
+from .base import REMOVALS, Event, NeighboringRelation, check_event, check_noise, check_removal, priced
 from .counts import Laplace
 from .gaussian import check_probability
 
@@ -99,7 +99,7 @@ def for_group(event: Event, group_size: int, person: str = "person") -> Event:
     if isinstance(event, Laplace):
         smaller: Any = replace(event, noise_multiplier=event.noise_multiplier / group_size)
         return replace(smaller, unit=with_at_most(person, group_size))
-    pair = PAIRS[type(event)](event)
+    pair = event.dominating_pair()
     if not isinstance(pair, SubsampledGaussianPair):
         raise ValueError(
             f"for_group: {type(event).__name__} has no known price for a person with several examples. Take exact "
