@@ -51,8 +51,8 @@ class _Gone:
 
 
 def words_in(store):
-    found = object.__new__(processes._Processes)
-    found._store, found._words, found._rank, found._size, found._groups = store, 0, 1, 2, 0
+    found = processes.Processes()
+    found._store = store
     return found
 
 
@@ -62,8 +62,8 @@ WORDS = [3, ["runs/one", None, {}], ["runs/\udc80", "table", {"hidden_units": [6
 @pytest.mark.parametrize("word", WORDS)
 def test_words_of_rank_0_arrive_as_they_were_said(word):
     store = HashStore()
-    words_in(store).tell(word)
-    assert words_in(store).next_word(DeferredSignals()) == word
+    words_in(store)._say(word)
+    assert words_in(store)._next_word(DeferredSignals()) == word
 
 
 @pytest.mark.parametrize(
@@ -73,15 +73,14 @@ def test_a_word_that_no_rank_says_is_refused_and_runs_nothing(content, monkeypat
     store = HashStore()
     store.set("word 0", content)
     store.set("word 1", "[[]]")
-    monkeypatch.setattr(processes, "_PROCESSES", [words_in(store)])
     monkeypatch.setattr(processes, "LAST_WORDS", 0.01)
     with pytest.raises(ValueError, match="what no rank says"):
-        processes.follow()
+        words_in(store).follow()
 
 
 def test_a_rank_that_is_lost_during_set_up_is_said_in_a_sentence(launched, monkeypatch, capsys):
     launched(1)
-    monkeypatch.setattr(processes, "_PROCESSES", [words_in(_Gone())])
+    monkeypatch.setattr(processes.Processes, "_store", _Gone())
     monkeypatch.setattr(processes, "LAST_WORDS", 0.01)
     assert run(["train", "adult"]) == 1
     shown = capsys.readouterr().err

@@ -11,7 +11,7 @@ from typer.exceptions import TyperException
 from torch_privacy.cli import accounting, audit, explain, predict, report, reproduce, schema, search, train
 from torch_privacy.cli._options import option_names
 from torch_privacy.cli._shared import app, say
-from torch_privacy.cli.processes import ALONE, TOGETHER, ended, follow, is_first, lost_rank, num_launched
+from torch_privacy.cli.processes import ALONE, TOGETHER, Processes, is_first, lost_rank, num_launched
 from torch_privacy.support.validate import InvalidValue
 
 __all__ = [
@@ -46,27 +46,28 @@ def run(arguments: list[str]) -> int:
     Of several processes that torchrun started, rank 0 runs the command. The others share its trainings, say nothing
     unless rank 0 cannot, and return its code.
     """
+    processes = Processes()
     if num_launched() == 1:
-        return _run(arguments)
+        return _run(arguments, processes)
     command = next((word for word in arguments if not word.startswith("-")), "")
     if not is_first():
-        return _said(follow) if command in TOGETHER else 0
+        return _said(processes.follow) if command in TOGETHER else 0
     if command in ALONE:
         return _complain(
             f"{command}: works in one process, and {num_launched()} were started. Start it without torchrun."
         )
     code = 1
     try:
-        code = _run(arguments)
+        code = _run(arguments, processes)
     finally:
         if command in TOGETHER:
-            ended(code)
+            processes.end(code)
     return code
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], processes: Processes) -> int:
     command = next((word for word in arguments if not word.startswith("-")), "")
-    return _said(lambda: app(arguments, prog_name="torch-privacy", standalone_mode=False) or 0, command)
+    return _said(lambda: app(arguments, prog_name="torch-privacy", standalone_mode=False, obj=processes) or 0, command)
 
 
 def _said(act: Callable[[], int], command: str = "") -> int:

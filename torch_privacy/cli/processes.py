@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
@@ -73,83 +74,73 @@ def lost_rank(error: RuntimeError) -> bool:
     return ranks is not None and isinstance(error, ranks.RankLost)
 
 
-@contextmanager
-def open_run(folder: Path, experiment: str | None, chosen: dict[str, Any]) -> Iterator[Run]:
-    """Starts a run, or resumes one if ``experiment`` is None, in all launched processes; closes it at the end."""
-    from torch_privacy.experiments.runner import begin
-
-    if num_launched() == 1:
-        with closing(begin(folder, experiment, chosen)) as run:
-            yield run
-        return
-    processes = _processes()
-    processes.tell([str(folder), experiment, chosen])
-    with processes.group(), closing(begin(folder, experiment, chosen)) as run:
-        yield run
-
-
-def ended(code: int) -> None:
-    """Notifies the other processes that rank 0 has ended the command."""
-    with suppress(RuntimeError):  # the store has ended with its process, and so will the others
-        processes = _processes()
-        processes.tell(code)
-        processes.wait_until_heard()
-
-
-def follow() -> int:
-    """Does the other ranks' part: joins every training of rank 0, and returns the exit code of rank 0.
-
-    Raises what went wrong here, unless rank 0 ends the command soon afterwards and has said it.
-    """
-    processes = _processes()
-    with DeferredSignals() as signals, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # rank 0 shows them
-        try:
-            while not isinstance(word := processes.next_word(signals), int):
-                _join(processes, _beginning(word), signals)
-        except Exception as error:
-            code = processes.last_word(LAST_WORDS)
-            if code is None or not isinstance(error, (ValueError, OSError, RuntimeError)):
-                raise
-            return code
-        return word
-
-
-def _beginning(word: Any) -> tuple[Path, str | None, dict[str, Any]]:
-    """Returns how a training begins, of a word that says so: anybody who reaches the store can write into it."""
-    match word:
-        case [str(folder), str() | None as experiment, dict(chosen)]:
-            return Path(folder), experiment, chosen
-    raise ValueError("train: rank 0 said what no rank says. Keep the launcher's port from others.")
-
-
-def _join(processes: _Processes, beginning: tuple[Path, str | None, dict[str, Any]], signals: DeferredSignals) -> None:
-    from torch_privacy.cli.progress import run_to_end
-    from torch_privacy.experiments.runner import begin
-
-    with processes.group(), closing(begin(*beginning)) as run:
-        if run_to_end(run, signals, silent=True):
-            run.finish()
-
-
-class _Processes:
+class Processes:
     """The launched processes, and the key-value store through which rank 0 directs the others.
 
     The store waits for rank 0 as long as it takes; a process group would give up.
     """
 
     def __init__(self) -> None:
+        self._words = self._groups = 0
+        self._size = num_launched()
+        self._outlived = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher's own process
+
+    @cached_property
+    def _store(self) -> Any:
+        """The store; only a command that needs it connects to it."""
         from torch.distributed.distributed_c10d import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
         with _setting_up():
-            store, self._rank, self._size = next(iter(rendezvous("env://")))
+            store, *_ = next(iter(rendezvous("env://")))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the launcher keeps messages of earlier attempts
-        self._store = PrefixStore(f"torch_privacy, attempt {attempt}", store)
-        self._outlived = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by the launcher's own process
-        self._words = self._groups = 0
+        return PrefixStore(f"torch_privacy, attempt {attempt}", store)
 
-    def tell(self, word: Any) -> None:
+    @contextmanager
+    def open_run(self, folder: Path, experiment: str | None, chosen: dict[str, Any]) -> Iterator[Run]:
+        """Starts a run, or resumes one if ``experiment`` is None, in all launched processes; closes it at the end."""
+        from torch_privacy.experiments.runner import begin
+
+        if self._size == 1:
+            with closing(begin(folder, experiment, chosen)) as run:
+                yield run
+            return
+        self._say([str(folder), experiment, chosen])
+        with self._group(), closing(begin(folder, experiment, chosen)) as run:
+            yield run
+
+    def end(self, code: int) -> None:
+        """Notifies the other processes that rank 0 has ended the command."""
+        with suppress(RuntimeError):  # the store has ended with its process, and so will the others
+            self._say(code)
+            self._wait_until_heard()
+
+    def follow(self) -> int:
+        """Does the other ranks' part: joins every training of rank 0, and returns the exit code of rank 0.
+
+        Raises what went wrong here, unless rank 0 ends the command soon afterwards and has said it.
+        """
+        with DeferredSignals() as signals, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # rank 0 shows them
+            try:
+                while not isinstance(word := self._next_word(signals), int):
+                    self._join(_beginning(word), signals)
+            except Exception as error:
+                code = self._last_word(LAST_WORDS)
+                if code is None or not isinstance(error, (ValueError, OSError, RuntimeError)):
+                    raise
+                return code
+            return word
+
+    def _join(self, beginning: tuple[Path, str | None, dict[str, Any]], signals: DeferredSignals) -> None:
+        from torch_privacy.cli.progress import run_to_end
+        from torch_privacy.experiments.runner import begin
+
+        with self._group(), closing(begin(*beginning)) as run:
+            if run_to_end(run, signals, silent=True):
+                run.finish()
+
+    def _say(self, word: Any) -> None:
         """Sends the others a word, in JSON: how a training begins, or the exit code."""
         text = json.dumps(word)
         assert json.loads(text) == word, "settings are plain values"
@@ -157,13 +148,13 @@ class _Processes:
             self._store.set(f"word {self._words}", text)
         self._words += 1
 
-    def wait_until_heard(self) -> None:
+    def _wait_until_heard(self) -> None:
         """Waits some seconds for the others to read the exit code, if the store ends with this process."""
         until = monotonic() + LAST_WORDS
         while not self._outlived and self._store.add("heard", 0) < self._size - 1 and monotonic() < until:
             sleep(0.05)
 
-    def next_word(self, signals: DeferredSignals) -> Any:
+    def _next_word(self, signals: DeferredSignals) -> Any:
         """Returns the next word of rank 0; gives up some seconds after a signal, as rank 0 may be gone."""
         until = None
         while (word := self._word()) is None:
@@ -174,7 +165,7 @@ class _Processes:
             sleep(0.05)
         return word
 
-    def last_word(self, seconds: float) -> int | None:
+    def _last_word(self, seconds: float) -> int | None:
         """Returns the exit code of rank 0, or None if rank 0 does not end within this time."""
         until = monotonic() + seconds
         while monotonic() < until:
@@ -204,7 +195,7 @@ class _Processes:
         return [] if word is None else word
 
     @contextmanager
-    def group(self) -> Iterator[None]:
+    def _group(self) -> Iterator[None]:
         """Opens a process group of all ranks: gloo, and NCCL for the tensors on GPUs, one for each local rank."""
         import torch
         import torch.distributed as dist
@@ -217,11 +208,19 @@ class _Processes:
         self._groups += 1
         store = PrefixStore(f"group {self._groups}", self._store)
         with _setting_up():
-            dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._size)
+            dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=self._size)
         try:
             yield
         finally:
             dist.destroy_process_group()
+
+
+def _beginning(word: Any) -> tuple[Path, str | None, dict[str, Any]]:
+    """Returns how a training begins, of a word that says so: anybody who reaches the store can write into it."""
+    match word:
+        case [str(folder), str() | None as experiment, dict(chosen)]:
+            return Path(folder), experiment, chosen
+    raise ValueError("train: rank 0 said what no rank says. Keep the launcher's port from others.")
 
 
 def _setting_up() -> AbstractContextManager[None]:
@@ -229,13 +228,3 @@ def _setting_up() -> AbstractContextManager[None]:
     from torch_privacy.support.ranks import communicating
 
     return communicating("set-up")
-
-
-_PROCESSES: list[_Processes] = []
-
-
-def _processes() -> _Processes:
-    """Returns the launched processes, always the same object."""
-    if not _PROCESSES:
-        _PROCESSES.append(_Processes())
-    return _PROCESSES[0]

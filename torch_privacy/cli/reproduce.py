@@ -26,7 +26,7 @@ from torch_privacy.cli._shared import (
     print_result,
     say,
 )
-from torch_privacy.cli.processes import again, num_launched, open_run, to_resume
+from torch_privacy.cli.processes import Processes, again, num_launched, to_resume
 from torch_privacy.cli.signals import DeferredSignals
 from torch_privacy.experiments import EXPERIMENTS
 from torch_privacy.runs.table import duration
@@ -100,6 +100,7 @@ class Request:
 @app.command()
 @with_options
 def reproduce(
+    context: typer.Context,
     *,
     experiment: Name = None,
     request: Request,
@@ -113,7 +114,7 @@ def reproduce(
     """
     if resume is not None:
         check_alone("reproduce", experiment, run, None if request.is_empty else request)
-        _reproduce_in(resume, None, {}, output)
+        _reproduce_in(resume, None, {}, output, context.ensure_object(Processes))
         return
     if experiment is None:
         if run is not None or not request.is_empty:
@@ -124,10 +125,10 @@ def reproduce(
         return
     if to_resume("reproduce", run):
         assert run is not None
-        _reproduce_in(run, None, {}, output)
+        _reproduce_in(run, None, {}, output, context.ensure_object(Processes))
         return
     folder = run or Path("runs") / f"{experiment}{'-quick' * request.quick}-{datetime.now():%Y%m%d-%H%M%S}"
-    _reproduce_in(folder, experiment, request.arguments(), output)
+    _reproduce_in(folder, experiment, request.arguments(), output, context.ensure_object(Processes))
 
 
 def _listed() -> Group:
@@ -149,7 +150,9 @@ def _listed() -> Group:
     return Group(table, Text(), Text(hint))
 
 
-def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], output: CommandOutput) -> None:
+def _reproduce_in(
+    folder: Path, name: str | None, request: dict[str, Any], output: CommandOutput, processes: Processes
+) -> None:
     """Starts a run of an experiment, or resumes one if ``name`` is None, and finishes it unless a signal stops it."""
     # Set before torch is loaded: its profiler would warn about memory from before every measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -169,7 +172,7 @@ def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], outpu
             jobs = work.unfinished()
             for number, job in enumerate(jobs, 1):
                 heading = f"{work.experiment.name}, {number} of {len(jobs)}: {job.title}"
-                _do(work, job, signals, "" if silent else heading)
+                _do(work, job, processes, signals, "" if silent else heading)
                 if signals.received:
                     say(f"stopped; continue with\n  {again()} reproduce --resume {folder}")
                     raise typer.Exit(128 + signals.received)
@@ -177,7 +180,7 @@ def _reproduce_in(folder: Path, name: str | None, request: dict[str, Any], outpu
     print_result({**results, "run": str(folder)}, results_view(results, str(work.folder.report)), output.as_json)
 
 
-def _do(work: Any, job: Any, signals: DeferredSignals, heading: str) -> None:
+def _do(work: Any, job: Any, processes: Processes, signals: DeferredSignals, heading: str) -> None:
     """Does one row, until it ends or a signal stops it; silently if the heading is empty."""
     from torch_privacy.cli.progress import run_to_end
     from torch_privacy.runs.rows import Computation
@@ -187,7 +190,7 @@ def _do(work: Any, job: Any, signals: DeferredSignals, heading: str) -> None:
             say(heading)
         work.compute(job)
         return
-    with open_run(*work.beginning(job)) as training:
+    with processes.open_run(*work.beginning(job)) as training:
         if heading:  # only after the data were found
             say(heading)
         if run_to_end(training, signals, silent=not heading):

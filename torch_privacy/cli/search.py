@@ -10,6 +10,7 @@ import typer
 
 from torch_privacy.cli._options import Chosen, with_options
 from torch_privacy.cli._shared import CommandOutput, RunPath, app, folder_named, naming, print_result, say
+from torch_privacy.cli.processes import Processes
 from torch_privacy.cli.train import KNOWN, train_in
 from torch_privacy.experiments.task import Settings
 
@@ -102,7 +103,7 @@ def search(
     if not then_train or not output.as_json:
         print_result(content, _lines(content), output.as_json)
     if then_train:
-        train_in(folder, experiment, chosen | best, output, {"search": content})
+        train_in(folder, experiment, chosen | best, output, Processes(), {"search": content})
 
 
 def _try(

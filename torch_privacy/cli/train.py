@@ -20,7 +20,7 @@ from torch_privacy.cli._shared import (
     saying_warnings,
 )
 from torch_privacy.cli.own_table import check_is_experiment, is_table, settings_of_table
-from torch_privacy.cli.processes import again, open_run, to_resume
+from torch_privacy.cli.processes import Processes, again, to_resume
 from torch_privacy.cli.signals import DeferredSignals
 from torch_privacy.experiments import OWN_TABLE, TRAININGS
 from torch_privacy.experiments.table_settings import Settings
@@ -40,6 +40,7 @@ Name = Annotated[
 @app.command()
 @with_options
 def train(
+    context: typer.Context,
     *,
     experiment: Name = None,
     chosen: Annotated[dict[str, Any], Chosen(Settings)],  # every experiment has its own defaults
@@ -54,7 +55,7 @@ def train(
     """
     if resume is not None:
         check_alone("train", experiment, run, *chosen)
-        train_in(resume, None, {}, output)
+        train_in(resume, None, {}, output, context.ensure_object(Processes))
         return
     if experiment is None:
         raise ValueError(
@@ -64,7 +65,7 @@ def train(
         raise ValueError("train: --noise-multiplier and --epsilon exclude each other; give one of them.")
     if to_resume("train", run):
         assert run is not None
-        train_in(run, None, {}, output)
+        train_in(run, None, {}, output, context.ensure_object(Processes))
         return
     name = experiment
     if is_table(experiment):
@@ -73,7 +74,7 @@ def train(
     else:
         check_is_experiment(experiment, chosen)
     folder = run or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    train_in(folder, experiment, chosen, output)
+    train_in(folder, experiment, chosen, output, context.ensure_object(Processes))
 
 
 def train_in(
@@ -81,6 +82,7 @@ def train_in(
     experiment: str | None,
     chosen: dict[str, Any],
     output: CommandOutput,
+    processes: Processes,
     more: dict[str, Any] | None = None,
 ) -> None:
     """Starts a run, or resumes one if ``experiment`` is None, and finishes it unless a signal stops it.
@@ -92,7 +94,7 @@ def train_in(
         from torch_privacy.privacy.summary import privacy_lines
         from torch_privacy.runs.table import score_lines
 
-        with naming(folder), saying_warnings(), open_run(folder, experiment, chosen) as job:
+        with naming(folder), saying_warnings(), processes.open_run(folder, experiment, chosen) as job:
             if not output.silent:
                 for note in (*job.task.notes, *job.task.exact):
                     say(note)
