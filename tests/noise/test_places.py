@@ -73,7 +73,6 @@ def test_chunks_do_not_matter(name, chunk, monkeypatch):
     size = 20 * chunk + 1
     expected = drawn(name, size=size)
     monkeypatch.setattr(processor, "CHUNK", chunk)
-    monkeypatch.setattr(processor, "_FREE", [])
     monkeypatch.setattr(chacha, "CHUNK", chunk)
     assert torch.equal(drawn(name, size=size), expected)
 

@@ -28,9 +28,6 @@ class _Memory:
         self.normal = np.empty(_TOGETHER * CHUNK)
 
 
-_FREE: list[_Memory] = []  # one for each thread at most
-
-
 class ProcessorNormals:
     """Standard normal numbers as a function of key, step and place, made on the CPU for tensors on any device."""
 
@@ -38,14 +35,25 @@ class ProcessorNormals:
 
     def __init__(self, key: bytes):
         self._keystream = Keystream(key)
+        self._free: list[_Memory] = []  # one for each thread at most
 
     def add(self, step: int, parts: Sequence[Part]) -> None:
         """Adds the numbers at the places of the parts, times their scales, on the grid."""
-        _run(partial(self._add, step), chunks_of(parts, CHUNK))
+        self._run(partial(self._add, step), chunks_of(parts, CHUNK))
 
     def fill(self, step: int, parts: Sequence[Part]) -> None:
         """Overwrites the parts with the numbers at their places."""
-        _run(partial(self._fill, step), chunks_of(parts, CHUNK))
+        self._run(partial(self._fill, step), chunks_of(parts, CHUNK))
+
+    def _run(self, work: Callable[[Sequence[Chunk], _Memory], None], chunks: list[Chunk]) -> None:
+        """Does the work for all chunks, in one thread: a second one waits for Python's lock as long as it helps."""
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = _Memory()
+        for start in range(0, len(chunks), _TOGETHER):
+            work(chunks[start : start + _TOGETHER], memory)
+        self._free.append(memory)
 
     def _add(self, step: int, chunks: Sequence[Chunk], memory: _Memory) -> None:
         units = [grid_unit(chunk.scale) for chunk in chunks]
@@ -96,14 +104,3 @@ def _on_processor(piece: Tensor) -> Tensor:
     """Returns the numbers on the CPU in a type that numpy has; the tensor itself where it can be."""
     piece = piece.cpu()
     return piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
-
-
-def _run(work: Callable[[Sequence[Chunk], _Memory], None], chunks: list[Chunk]) -> None:
-    """Does the work for all chunks, in one thread: a second one waits for Python's lock as long as it helps."""
-    try:
-        memory = _FREE.pop()
-    except IndexError:
-        memory = _Memory()
-    for start in range(0, len(chunks), _TOGETHER):
-        work(chunks[start : start + _TOGETHER], memory)
-    _FREE.append(memory)
