@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ..support.validate import Refused
 from ..support.versions import Versions
 from ..support.warning import warn
+from .in_use import begin_use, end_use, is_in_use
 from .placement import local_of
 
 SAMPLED = 16  # entries of each parameter that are compared
@@ -135,18 +136,14 @@ def padding_rows(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, i
     return {name: tables[id(p)] for name, p in trained.items() if id(p) in tables and uses.count(id(p)) == 1}
 
 
-_LENT: set[int] = set()  # ids of parameters with other values for a while
-
-
 @contextmanager
 def lent(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Allows other parameter values inside the block: the weight guard is suspended, and no training may step."""
-    ids = {id(p) for p in parameters} - _LENT
-    _LENT.update(ids)
+    used = begin_use(parameters)
     try:
         yield
     finally:
-        _LENT.difference_update(ids)
+        end_use(used)
 
 
 def moves_nothing(optimizer: Optimizer) -> bool:
@@ -186,7 +183,7 @@ class WeightGuard:
             )
 
     def _is_lent(self) -> bool:
-        return any(id(p) in _LENT for p in self._trained().values())
+        return is_in_use(self._trained().values())
 
     def activate(self) -> None:
         """Refuses the steps of other optimizers from now on."""

@@ -7,7 +7,6 @@ number once, by its place among all numbers, and gives each rank the gradient of
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,9 +18,8 @@ from torch import Tensor, nn
 from ...mechanisms.base import Mechanism
 from ...support.contents import local_of as local_of
 from ...support.ranks import Ranks
+from ..in_use import begin_use, end_use, is_in_use
 from .buckets import DEFERRED_BYTES, FlatBucket, InFlight, LocalSums, Slice, buckets_of, by_kind
-
-_HELD: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of models in a step of a training
 
 
 class Placement(ABC):
@@ -52,11 +50,11 @@ class Placement(ABC):
 
     def hold(self) -> None:
         """Makes all weights of the model whole, until `let_go`; does nothing if they are."""
-        _HELD.update(self._modules())
+        begin_use(self._modules())
 
     def let_go(self) -> None:
         """Undoes `hold`; also after an error in the middle of a forward or backward."""
-        _HELD.difference_update(self._modules())
+        end_use(self._modules())
 
     def _modules(self) -> Iterable[nn.Module]:
         """Returns the modules by which `is_held` knows a model, and parts of it with weights that are not whole."""
@@ -211,4 +209,4 @@ class Ranked(Placement):
 
 def is_held(model: nn.Module) -> bool:
     """True while a training computes a step with a model, or with one of which this is a part."""
-    return any(module in _HELD for module in model.modules())
+    return is_in_use(model.modules())
