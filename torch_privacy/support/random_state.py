@@ -99,9 +99,16 @@ def random_position() -> tuple[Any, ...]:
 
 
 class _OneThread:
-    """Lets one thread at a time replace the random state, which torch, numpy and Python have once for all threads."""
+    """Lets one thread at a time replace the random state, which torch, numpy and Python have once for all threads.
+
+    A user is a `SeededRandomNumbers`, from its first numbers to its end.
+
+    Attributes:
+        spare: numpy's generators, to be reused: making one takes as long as the forward of a small layer.
+    """
 
     def __init__(self) -> None:
+        self.spare: list[Any] = []
         self.reset()
 
     def reset(self) -> None:
@@ -142,6 +149,11 @@ class _OneThread:
             users = [*self._users]
             return next(iter(users[users.index(user) + 1 :]), None) if user in users else None
 
+    def users_here(self) -> list[Any]:
+        """Returns the users of this thread."""
+        with self._changed:
+            return [user for user, thread in self._users.items() if thread is threading.current_thread()]
+
     def _others(self, thread: threading.Thread) -> list[threading.Thread]:
         return [user for user in self._users.values() if user is not thread and user.is_alive()]
 
@@ -156,14 +168,19 @@ class SeededRandomNumbers:
 
     Dropout and augmentation then draw numbers that cannot be predicted, and repeat if the seed is the same. Another
     thread that makes one waits until this one is closed.
+
+    Args:
+        seed: secret.
+        owner: what makes them; no other owner in this thread may, see `owned_by_another`.
     """
 
-    def __init__(self, seed: bytes):
+    def __init__(self, seed: bytes, owner: object = None):
+        self.owner = None if owner is None else weakref.ref(owner)
         _ONE_THREAD.enter(self)
         self._torch = torch_generators()
         self._numpy = numpy_generator()
         self._python = random.getstate()
-        set_numpy_generator(_FREE_GENERATORS.pop() if _FREE_GENERATORS else np.random.MT19937(0))
+        set_numpy_generator(_ONE_THREAD.spare.pop() if _ONE_THREAD.spare else np.random.MT19937(0))
         self._mark: int | None = seed_random_numbers(seed)
 
     @property
@@ -186,18 +203,21 @@ class SeededRandomNumbers:
         self._mark = None
         later = _ONE_THREAD.after(self)
         if later is not None:
-            _FREE_GENERATORS.append(later._numpy)
+            _ONE_THREAD.spare.append(later._numpy)
             later._torch, later._numpy, later._python = self._torch, self._numpy, self._python
         else:
             for generator, state in self._torch:
                 generator.set_state(state)
-            _FREE_GENERATORS.append(numpy_generator())
+            _ONE_THREAD.spare.append(numpy_generator())
             set_numpy_generator(self._numpy)
             random.setstate(self._python)
         _ONE_THREAD.leave(self)
 
 
-_FREE_GENERATORS: list[Any] = []  # numpy's, to be reused: making one takes as long as the forward of a small layer
+def owned_by_another(owner: object) -> bool:
+    """True if another owner has made random numbers in this thread, and has not closed them."""
+    owners = [user.owner() for user in _ONE_THREAD.users_here() if user.owner is not None]
+    return any(other is not None and other is not owner for other in owners)
 
 
 _RECORDING_DISABLED: ContextVar[bool] = ContextVar("recording_disabled", default=False)

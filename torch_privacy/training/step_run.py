@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ from ..sampling.poisson import Poisson
 from ..support.fixed_draws import drawing_in
 from ..support.model_state import MutationGuard
 from ..support.normalization import SmallGroups
-from ..support.random_state import SeededRandomNumbers, random_position
+from ..support.random_state import SeededRandomNumbers, owned_by_another, random_position
 from ..support.torch_modes import uncompiled
 from ..support.validate import Refused
 from ..support.warning import warn
@@ -37,15 +35,6 @@ from .release import Share
 from .state import Setup, State, StepSums, while_alive
 
 Run = Generator[Pending | None, Tensor, StepSums | None]
-
-
-class _Latest(threading.local):
-    """Holds a reference to the run that handed out a batch last in this thread."""
-
-    run: Any = staticmethod(lambda: None)
-
-
-_LATEST = _Latest()
 
 
 class OneThread:
@@ -248,8 +237,7 @@ class StepRun:
     @contextmanager
     def _prepared(self, part: Part, turn: Turn) -> Iterator[Pending]:
         """Sets up recording and random numbers for the user's code; ends them with the ``with`` block."""
-        other = _LATEST.run()
-        if other is not None and other is not self and other.pending is not None:
+        if owned_by_another(self):
             raise Refused(
                 "PrivateTraining: a batch of another training waits for its step, and random numbers and recording are "
                 "set up for that one. Call its step first: run the two loops one after the other, not in a zip."
@@ -266,7 +254,7 @@ class StepRun:
             contexts.enter_context(uncompiled())
             contexts.enter_context(setup.placement.running())
             seed = state.releases.own_secret(b"random numbers", state.step, part.number)
-            numbers = SeededRandomNumbers(seed)
+            numbers = SeededRandomNumbers(seed, owner=self)
             if part.rehearsed and part.start is None:
                 part.start = random_position()  # the same before every turn
                 numbers.begin(seed)
@@ -279,7 +267,7 @@ class StepRun:
             is_first = state.step + part.number + self.turns_made == 0
             notes = SmallGroups(setup.model, _warn_of_forward) if is_first else None
             pending = Pending(turn, tape, guard, numbers, contexts, notes)
-            self.is_rehearsal, self.pending, _LATEST.run = not turn.is_batch, pending, weakref.ref(self)
+            self.is_rehearsal, self.pending = not turn.is_batch, pending
             place = f"turn {self.turns_made + 1} of part {part.number + 1} of step {state.step}"
             self.meeting.begin_turn(turn, place)
             yield pending
