@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Self, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Change = Callable[[], Callable[[], object] | None]  # returns what undoes it
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -101,48 +102,61 @@ def without_autocast(device: str) -> AbstractContextManager:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-class _Uncompiled:
-    """Disables ``torch.compile`` inside. Torch has one stance for all threads: the last thread to leave restores it.
-
-    Inside, a parameter that the forward parametrizes, as adapters of single parameters do, is not set to itself: torch
-    would count that as a write, after which it is no longer known for the same parameter.
-    """
+class _ForAllThreads:
+    """Changes settings that torch has once for all threads: the first to enter does, the last to leave undoes it."""
 
     def __init__(self) -> None:
-        self._inside, self._lock = 0, threading.Lock()
-        self._stance: Any = None
-        self._set = getattr(parametrize, "_maybe_set", None)
+        self._lock = threading.Lock()
+        self._inside: dict[Change, int] = {}
+        self._undo: dict[Change, Callable[[], object]] = {}
 
-    def _set_others(self, dest: Tensor, src: Tensor) -> None:
-        assert self._set is not None
+    @contextmanager
+    def changed(self, change: Change) -> Iterator[None]:
+        """Makes a change inside, unless it is made; it returns what undoes it, or None if it cannot be made yet."""
+        with self._lock:
+            self._inside[change] = self._inside.get(change, 0) + 1
+            if change not in self._undo and (undo := change()) is not None:
+                self._undo[change] = undo
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside[change] -= 1
+                if not self._inside[change] and change in self._undo:
+                    self._undo.pop(change)()
+
+
+_FOR_ALL_THREADS = _ForAllThreads()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Makes compiled functions run uncompiled inside, so that their ops can be recorded.
+
+    A parameter that the forward parametrizes, as adapters of single parameters do, is not set to itself: torch would
+    count that as a write, after which it is no longer known for the same parameter.
+    """
+    with _FOR_ALL_THREADS.changed(_set_others_alone), _FOR_ALL_THREADS.changed(_run_eagerly):
+        yield
+
+
+def _set_others_alone() -> Callable[[], object] | None:
+    usual = getattr(parametrize, "_maybe_set", None)
+    if usual is None:
+        return None
+
+    def set_others(dest: Tensor, src: Tensor) -> None:
         if src is not dest:
-            self._set(dest, src)
+            usual(dest, src)
 
-    def __enter__(self) -> None:
-        with self._lock:
-            self._inside += 1
-            if self._set is not None:
-                parametrize._maybe_set = self._set_others
-            # Dynamo takes a second to import; before that, nothing is compiled.
-            if self._stance is None and "torch._dynamo" in sys.modules:
-                self._stance = torch.compiler.set_stance("force_eager")
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside and self._set is not None:
-                parametrize._maybe_set = self._set
-            if not self._inside and self._stance is not None:
-                self._stance.__exit__(None, None, None)
-                self._stance = None
+    parametrize._maybe_set = set_others
+    return partial(setattr, parametrize, "_maybe_set", usual)
 
 
-_UNCOMPILED = _Uncompiled()
-
-
-def uncompiled() -> AbstractContextManager:
-    """Returns a context in which compiled functions run uncompiled, so that their ops can be recorded."""
-    return _UNCOMPILED
+def _run_eagerly() -> Callable[[], object] | None:
+    if "torch._dynamo" not in sys.modules:  # it takes a second to import; before that, nothing is compiled
+        return None
+    return partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
 
 
 # () -> True inside of the transforms of ``torch.func``, such as ``vmap``, where tensors stand for others.
@@ -151,27 +165,6 @@ is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 # GPUs may round the factors of float32 products to 10 bits (TensorFloat-32), oneDNN on a CPU to fewer still.
 COARSE_EPS = 2.0**-10
-
-
-class _FullPrecision:
-    """Computes products of float32 in float32. Torch has one setting for all threads: the last to leave restores it."""
-
-    def __init__(self) -> None:
-        self._inside, self._lock = 0, threading.Lock()
-        self._before: list[Any] = []
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = [_set_full(place, name) for place, name in _precision_settings()]
-            self._inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                for (place, name), before in zip(_precision_settings(), self._before, strict=True):
-                    setattr(place, name, before)
 
 
 def _precision_settings() -> list[tuple[Any, str]]:
@@ -195,16 +188,24 @@ def _set_full(place: Any, name: str) -> Any:
     return "none" if inherited == before else before
 
 
-_FULL_PRECISION = _FullPrecision()
-
-
 def full_precision(device: torch.device) -> AbstractContextManager:
     """Returns a context in which float32 products are computed in float32, where the user's settings allow less.
 
     A row's norm and its part of the clipped sum come from different products of the same factors. If these are rounded
     to 10 bits, the part exceeds the clip norm by up to 4e-4; in float32 by 2e-7.
     """
-    return _FULL_PRECISION if device.type != "cpu" or _is_coarse_on_cpu() else nullcontext()
+    return _FOR_ALL_THREADS.changed(_compute_fully) if device.type != "cpu" or _is_coarse_on_cpu() else nullcontext()
+
+
+def _compute_fully() -> Callable[[], object]:
+    """Computes products of float32 in float32."""
+    before = [(place, name, _set_full(place, name)) for place, name in _precision_settings()]
+
+    def restore() -> None:
+        for setting in before:
+            setattr(*setting)
+
+    return restore
 
 
 def _is_coarse_on_cpu() -> bool:
