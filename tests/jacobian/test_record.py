@@ -18,6 +18,7 @@ from torch import nn
 import torch_privacy as tp
 from torch_privacy.jacobian import public_record as recording
 from torch_privacy.jacobian.layouts.known import PROOFS, Layouts
+from torch_privacy.support.notes import NOTES
 
 
 @pytest.fixture(autouse=True)
@@ -62,13 +63,13 @@ def test_nothing_is_kept_on_the_model():
 @pytest.mark.thorough
 def test_memory_of_a_model_is_freed_with_it():
     gc.collect()
-    before = len(recording._MEMORIES._memories)
+    before = len(NOTES._notes)
     model = network()
     assert_exact(model, torch.randn(6, 3))
-    assert len(recording._MEMORIES._memories) == before + 1
+    assert len(NOTES._notes) == before + 1
     del model
     gc.collect()
-    assert len(recording._MEMORIES._memories) == before
+    assert len(NOTES._notes) == before
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -108,7 +109,7 @@ def test_equal_models_have_separate_memories():
     one, two = Equal(nn.Linear(3, 2)), Equal(nn.Linear(3, 2))
     for _ in range(PROOFS):
         assert_exact(one, torch.randn(6, 3))
-    assert recording._MEMORIES.of(one) is not recording._MEMORIES.of(two)
+    assert NOTES.of(one, recording._ModelMemory) is not NOTES.of(two, recording._ModelMemory)
 
 
 class Biased(nn.Module):

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 
 import torch_privacy as tp
-from torch_privacy.jacobian import public_record as recording
 from torch_privacy.jacobian.layouts import find
 from torch_privacy.jacobian.layouts.fit import CandidateLayouts
 from torch_privacy.jacobian.layouts.predict import Prediction
+from torch_privacy.support.notes import NOTES
 
 SIZES = (5, 3, 5, 6, 5)
 
@@ -166,7 +166,7 @@ def differ(rank, how):
     measured = []
     for k in range(7):
         if k == 4 and how == "forgets" and rank == 1:
-            recording._MEMORIES._memories.clear()
+            NOTES.forget(model)
         with spot_checks(1 if how == "spot checks" else 2**40) as patch:
             if how == "unsure" and rank == 1:
                 patch.setattr(CandidateLayouts, "is_sure", lambda *_: False)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..support.notes import NOTES
 from ..support.validate import Refused
 
 WHERE = "huggingface.per_example_loss"
@@ -65,25 +65,32 @@ def per_example_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
             f"{WHERE}: shift_labels or num_items_in_batch in the batch: rows that are packed, or divided by the number "
             "of tokens of all examples, belong to no single example. Use a collator that pads, one example in each row."
         )
-    is_checked = bare in _CHECKED
+    comparison = NOTES.of(bare, _Comparison)
     makes_inputs = _is_encoder_decoder(bare) and inputs.get("decoder_input_ids") is None and "labels" in names
     for name in names:
         labels[name] = inputs[name]
-        if is_checked and not makes_inputs:
+        if comparison.is_made and not makes_inputs:
             inputs.pop(name)
     outputs = model(**inputs)
     terms = terms_of(outputs, labels, bare)
-    if not is_checked:
-        _compare(bare, terms, outputs)
+    if not comparison.is_made:
+        comparison.is_made = _is_own_loss(bare, terms, outputs)
     means = [sums / counts.clamp(min=1) for sums, counts in terms]
     return means[0] if len(means) == 1 else torch.stack(means).mean(0)
 
 
-_CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models with an own loss that was compared
+class _Comparison:
+    """Whether a model's own loss was compared with its per-example losses."""
+
+    def __init__(self, model: nn.Module):
+        self.is_made = False
 
 
-def _compare(bare: nn.Module, terms: Terms, outputs: Any) -> None:
-    """Refuses a model with another loss: the mean over all tokens of the batch must be the model's own ``.loss``."""
+def _is_own_loss(bare: nn.Module, terms: Terms, outputs: Any) -> bool:
+    """True if the mean over all tokens of the batch is the model's own ``.loss``; False if there is nothing to compare.
+
+    Refuses a model with another loss.
+    """
     own = outputs.get("loss") if isinstance(outputs, Mapping) else None
     if not isinstance(own, Tensor) or own.numel() != 1:
         raise Refused(
@@ -92,12 +99,12 @@ def _compare(bare: nn.Module, terms: Terms, outputs: Any) -> None:
             "PrivateTrainer.losses(model, inputs), which returns (n,)."
         )
     if not all(bool((counts.sum() > 0).item()) for _, counts in terms):
-        return  # no label in the batch: compared with the next one
+        return False  # no label in the batch: compared with the next one
     ours = torch.stack([(sums.detach().sum() / counts.sum()) for sums, counts in terms]).mean()
     own = own.detach().to(ours)
     exact = all(p.dtype in (torch.float32, torch.float64) for p in bare.parameters()) and not _autocasts(ours)
     if not (ours.isfinite() and own.isfinite()):
-        return
+        return False
     if not torch.isclose(ours, own.reshape(()), rtol=1e-4 if exact else 3e-2, atol=1e-4 if exact else 3e-2):
         raise Refused(
             f"{WHERE}: {type(bare).__name__} has another loss than its name says: on this batch the mean of the "
@@ -105,7 +112,7 @@ def _compare(bare: nn.Module, terms: Terms, outputs: Any) -> None:
             "loss, such as one that balances experts, may combine examples (switch it off in the config); otherwise "
             "write the losses yourself: override PrivateTrainer.losses(model, inputs), which returns (n,)."
         )
-    _CHECKED.add(bare)
+    return True
 
 
 def _autocasts(like: Tensor) -> bool:

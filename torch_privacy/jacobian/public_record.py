@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 
 from ..support.gathered_weights import GatheredWeights, sharded_modules
 from ..support.model_state import ModelTensors, attribute_tensors
+from ..support.notes import NOTES
 from ..support.script_modules import takes_hooks
 from ..support.torch_modes import uncompiled
 from ..support.validate import whole
@@ -52,7 +51,7 @@ class record:
     def __init__(self, model: nn.Module, num_examples: int | None = None):
         if num_examples is not None:
             whole("record", num_examples=num_examples)
-        memory = _MEMORIES.of(model)
+        memory = NOTES.of(model, _ModelMemory)
         self._weights = _gathered(model)
         named = dict(model.named_parameters())
         trainable = {name: p for name, p in named.items() if p.requires_grad}
@@ -150,26 +149,6 @@ class _ModelMemory:
 
     def __init__(self, model: nn.Module):
         self.layouts, self.attributes = Layouts(), attribute_tensors(model)
-
-
-class _ModelMemories:
-    """Keeps one memory for every recorded model while the model exists; the models themselves store nothing."""
-
-    def __init__(self) -> None:
-        self._memories: dict[int, _ModelMemory] = {}
-        self._lock = threading.Lock()
-
-    def of(self, model: nn.Module) -> _ModelMemory:
-        """Returns the memory of a model."""
-        with self._lock:
-            memory = self._memories.get(id(model))
-            if memory is None:
-                memory = self._memories[id(model)] = _ModelMemory(model)
-                weakref.finalize(model, self._memories.pop, id(model), None).atexit = False
-            return memory
-
-
-_MEMORIES = _ModelMemories()
 
 
 class _InputHook:

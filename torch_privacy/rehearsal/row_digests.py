@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -49,12 +50,11 @@ def direction(shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _numbers(shape: torch.Size, device: torch.device, seed: int) -> Tensor:
-    if (device, seed) not in _PATTERNS:
-        generator = torch.Generator().manual_seed(seed)
-        pattern = torch.randn(PATTERN, generator=generator, dtype=torch.float32, device="cpu")
-        _PATTERNS[device, seed] = pattern.to(device)
-    pattern, size = _PATTERNS[device, seed], shape.numel()
+    pattern, size = _pattern(device, seed), shape.numel()
     return (pattern if size <= PATTERN else pattern.repeat(-(-size // PATTERN)))[:size].view(shape)
 
 
-_PATTERNS: dict[tuple[torch.device, int], Tensor] = {}
+@cache
+def _pattern(device: torch.device, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(PATTERN, generator=generator, dtype=torch.float32, device="cpu").to(device)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .notes import NOTES
 from .validate import Refused
 
 MESSAGE_BYTES = 32  # of one rank, in every exchange
@@ -60,14 +61,8 @@ class Ranks:
         """
         if num_processes() == 1:
             return cls(where=where)
-        default = dist.group.WORLD
-        if default not in _GROUPS:
-            backend = str(dist.get_backend())
-            _GROUPS.clear()  # of process groups that were destroyed
-            kind = "fake" if backend == "fake" else "gloo"
-            with communicating(where):
-                _GROUPS[default] = dist.new_group(backend=kind, timeout=_chosen_timeout(default))
-        return cls(_GROUPS[default], where)
+        with communicating(where):
+            return cls(NOTES.of(dist.group.WORLD, _group_of_all), where)
 
     @property
     def is_first(self) -> bool:
@@ -274,7 +269,7 @@ class Ranks:
         self._are_apart = self._is_cut_off = True
         with suppress(Exception):
             dist.destroy_process_group(self._group)
-        _GROUPS.clear()
+        NOTES.forget(dist.group.WORLD)
         self._group = None
 
     def _wait(self, communicate: Callable[[], Any], patience: float | None = None) -> None:
@@ -307,7 +302,19 @@ class Ranks:
         ) from error
 
 
-_GROUPS: dict[Any, Any] = {}  # default process group -> the group of the messages
+def messages_of(group: Any) -> Any:
+    """Returns a group of the same ranks with collectives on the processor, so that nothing waits for a GPU."""
+    return group if "gloo" in str(dist.get_backend(group)) else NOTES.of(group, _group_of_some)
+
+
+def _group_of_some(group: Any) -> Any:
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+
+
+def _group_of_all(default: Any) -> Any:
+    """Returns a group of all ranks for messages alone: every rank must make it."""
+    kind = "fake" if dist.get_backend() == "fake" else "gloo"
+    return dist.new_group(backend=kind, timeout=_chosen_timeout(default))
 
 
 @contextmanager

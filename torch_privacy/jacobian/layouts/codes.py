@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,8 @@ ROUNDING = 64
 CANCELLATION = 16
 
 
-_SHARED = threading.local()  # a source of seeds that several ranks have in common, while they compute together
+# A source of seeds that several ranks have in common, while they compute together.
+_SHARED: ContextVar[random.Random | None] = ContextVar("shared_seeds", default=None)
 
 
 def fresh_generator() -> torch.Generator:
@@ -25,7 +26,7 @@ def fresh_generator() -> torch.Generator:
 
     Inside ``shared_seeds`` it is the same on all ranks, because cotangents must be.
     """
-    seeds: random.Random | None = getattr(_SHARED, "seeds", None)
+    seeds = _SHARED.get()
     return torch.Generator().manual_seed(system_seed() if seeds is None else seeds.getrandbits(62))
 
 
@@ -37,11 +38,11 @@ def system_seed() -> int:
 @contextmanager
 def shared_seeds(seed: int) -> Iterator[None]:
     """Seeds the generators for checks from one number inside."""
-    _SHARED.seeds = random.Random(seed)
+    token = _SHARED.set(random.Random(seed))
     try:
         yield
     finally:
-        _SHARED.seeds = None
+        _SHARED.reset(token)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ order and with equal cotangents. Three things ensure that:
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...support.ranks import messages_of
 from ...support.validate import Refused
 from ..layouts.codes import fresh_generator, shared_seeds
 
@@ -37,7 +37,7 @@ class Peers:
     def __init__(self, group: Any = None):
         self.group = group
         self.size: int = 1 if group is None else dist.get_world_size(group)
-        self._messages = None if self.size == 1 else _group_of_messages(group)
+        self._messages = None if self.size == 1 else messages_of(group)
 
     @contextmanager
     def same_random(self) -> Iterator[None]:
@@ -115,22 +115,4 @@ def peers_of(meshes: Sequence[Any]) -> Peers:
             f"tape: the model's activations are distributed over several meshes ({', '.join(map(str, meshes))}). Use "
             "one mesh of one dimension for the whole plan."
         )
-    group = mesh.get_group()
-    if group not in _PEERS:
-        _PEERS.clear()  # of groups that were destroyed
-        _PEERS[group] = Peers(group)
-    return _PEERS[group]
-
-
-_PEERS: dict[Any, Peers] = {}
-_MESSAGES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # group -> that of its messages
-
-
-def _group_of_messages(group: Any) -> Any:
-    """Returns a group of the same ranks with collectives on the CPU, so that nothing waits for a GPU."""
-    if "gloo" in str(dist.get_backend(group)):
-        return group
-    if group not in _MESSAGES:
-        ranks = dist.get_process_group_ranks(group)
-        _MESSAGES[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return _MESSAGES[group]
+    return Peers(mesh.get_group())

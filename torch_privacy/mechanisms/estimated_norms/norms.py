@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import secrets
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from ...noise import KEY_BYTES
 from ...support.model_state import ModelTensors
+from ...support.notes import NOTES
 from ...support.torch_modes import uncompiled
 from .directions import Directions
 from .projected import ProjectedRecording, Projector, SketchedJacobian
@@ -117,9 +117,15 @@ def _recorded(model: nn.Module, recording: ProjectedRecording) -> Iterator[None]
             handle.remove()
 
 
-_PROJECTORS: weakref.WeakKeyDictionary[nn.Module, dict[Projections, Projector]] = weakref.WeakKeyDictionary()
+class _Projectors:
+    """The projectors of a model; each remembers the method that worked on the model's first batch."""
+
+    def __init__(self, model: nn.Module):
+        self._of: dict[Projections, Projector] = {}
+
+    def of(self, setting: Projections) -> Projector:
+        return self._of.setdefault(setting, Projector(setting))
 
 
 def _projector(model: nn.Module, setting: Projections) -> Projector:
-    """Returns the projector of a model, which remembers the method that worked on the model's first batch."""
-    return _PROJECTORS.setdefault(model, {}).setdefault(setting, Projector(setting))
+    return NOTES.of(model, _Projectors).of(setting)
