@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides ``check``, which runs every self-check of the engine on one batch, and the requirements of training."""
+"""Checks a model on one batch: ``check``, the requirements of training, and the rehearsals of its steps."""
 
 from .checkup import EXACT as EXACT
 from .checkup import NOT_CHECKED as NOT_CHECKED

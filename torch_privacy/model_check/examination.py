@@ -18,10 +18,6 @@ from ..jacobian.layouts.known import Layouts
 from ..jacobian.recording.paths import check_losses
 from ..jacobian.rows.operator import PlanRow
 from ..jacobian.tape import Tape
-from ..rehearsal.kept import draw_halves
-from ..rehearsal.rehearsal import Rehearsal, RehearsalMemory
-from ..rehearsal.row_digests import RowAnswers
-from ..rehearsal.turn import Answers, Turn
 from ..sampling.batches import CollatedExamples
 from ..support.fixed_draws import drawing_in
 from ..support.model_state import ModelTensors, Snapshot, attribute_tensors
@@ -31,6 +27,10 @@ from ..support.torch_modes import tensors_in, uncompiled
 from ..support.validate import Refused, quoted
 from .checkup import EXACT, NOT_CHECKED, REFUSED, Checkup, ParameterUse, Problem, Verdict
 from .recorded_run import RecordedRun, message_of
+from .rehearsal.kept import draw_halves
+from .rehearsal.rehearsal import Rehearsal, RehearsalMemory
+from .rehearsal.row_digests import RowAnswers
+from .rehearsal.turn import Answers, Turn
 from .requirements import TensorsOf, check_model, check_no_gradient_hooks
 
 LossFunction = Callable[[nn.Module, Any], Tensor]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..rehearsal.turn import Turn
+from ..model_check.rehearsal.turn import Turn
 from ..sampling.batches import Batches, BatchRequest
 from ..support.ranks import Ranks, RefusedTogether, num_processes
 from ..support.validate import Refused

@@ -16,7 +16,7 @@ from ..jacobian.tape import Tape
 from ..mechanisms.base import Mechanism, Recording, Summation, added
 from ..mechanisms.clipping import MicroBatches
 from ..mechanisms.estimated_norms import Sketched
-from ..rehearsal.turn import Turn
+from ..model_check.rehearsal.turn import Turn
 from ..sampling.batches import Batches, BatchRequest, DatasetExamples, split
 from ..sampling.canaries import WithCanaries
 from ..support.draws import IN_EVAL

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..mechanisms.base import Recording
-from ..rehearsal.turn import Turn
+from ..model_check.rehearsal.turn import Turn
 from ..support.model_state import MutationGuard
 from ..support.random_state import SeededRandomNumbers, is_recording_disabled
 from ..support.script_modules import takes_hooks

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rehearsal.comparison import written_into
+from ..model_check.rehearsal.comparison import written_into
 from ..support.validate import Refused
 from .hooks import Pending
 

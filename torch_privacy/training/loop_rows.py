@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..rehearsal.comparison import CARRIES
+from ..model_check.rehearsal.comparison import CARRIES
 from ..sampling.batches import DatasetExamples
 from ..sampling.stored_rows import kind_of, num_bytes
 from ..support.contents import MISSING, Visits, same, values_in

@@ -19,8 +19,8 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..rehearsal.comparison import CARRIES, AnswerComparison, quoted
-from ..rehearsal.turn import Answers, Turn
+from ..model_check.rehearsal.comparison import CARRIES, AnswerComparison, quoted
+from ..model_check.rehearsal.turn import Answers, Turn
 from ..sampling.batches import DatasetExamples
 from ..support.contents import MISSING, same
 from ..support.model_state import ModelState

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..rehearsal.turn import Turn
+from ..model_check.rehearsal.turn import Turn
 from .agreement import (
     check_equal_tensors,
     check_equal_turns,

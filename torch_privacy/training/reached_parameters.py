@@ -10,7 +10,7 @@ import numpy as np
 
 from ..jacobian.recording.paths import never_reached
 from ..mechanisms.base import Mechanism
-from ..rehearsal.comparison import quoted
+from ..model_check.rehearsal.comparison import quoted
 from ..support.ranks import Ranks, RefusedTogether
 from ..support.warning import warn
 

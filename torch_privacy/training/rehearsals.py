@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ..jacobian.recording.coverage import CodePath, RehearsedCode
 from ..mechanisms.base import Summation
-from ..rehearsal.comparison import ALIKE, NEGLIGIBLE, not_repeated, repeats, shows_dependence
-from ..rehearsal.kept import draw_few, draw_halves, without_ends
-from ..rehearsal.rehearsal import Rehearsal, RehearsalMemory
-from ..rehearsal.turn import Answers, Turn
+from ..model_check.rehearsal.comparison import ALIKE, NEGLIGIBLE, not_repeated, repeats, shows_dependence
+from ..model_check.rehearsal.kept import draw_few, draw_halves, without_ends
+from ..model_check.rehearsal.rehearsal import Rehearsal, RehearsalMemory
+from ..model_check.rehearsal.turn import Answers, Turn
 from ..sampling.batches import DatasetExamples
 from ..sampling.item_check import ItemCheck
 from ..support.model_state import ModelState

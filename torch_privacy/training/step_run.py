@@ -14,8 +14,8 @@ from ..jacobian.parallel.shards import whole_losses
 from ..jacobian.recording.paths import check_losses
 from ..jacobian.tape import Tape
 from ..mechanisms.base import Recording, Summation
-from ..rehearsal.row_digests import RowAnswers
-from ..rehearsal.turn import Answers, Turn
+from ..model_check.rehearsal.row_digests import RowAnswers
+from ..model_check.rehearsal.turn import Answers, Turn
 from ..sampling.batches import BatchRequest, DatasetExamples
 from ..sampling.poisson import Poisson
 from ..support.fixed_draws import drawing_in

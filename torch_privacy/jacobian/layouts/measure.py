@@ -7,7 +7,7 @@ two with signs: multiplying by them commutes with rounding, so that the two agre
 If no regular layout fits, the ratio of the two determines the example of each entry.
 
 An entry that affects the loss of one example only may still be computed from other examples' data: rehearsals show
-that it is not, see ``rehearsal/rehearsal.py``.
+that it is not, see ``model_check/rehearsal/rehearsal.py``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ..support.contents import same
+from ...support.contents import same
 from .turn import Answers
 
 VARIES = object()  # stands for a value that differs between two runs of the same batch

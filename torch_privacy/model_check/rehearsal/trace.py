@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..support.script_modules import takes_hooks
-from ..support.torch_modes import tensors_in
+from ...support.script_modules import takes_hooks
+from ...support.torch_modes import tensors_in
 
 
 class _ModuleCall:

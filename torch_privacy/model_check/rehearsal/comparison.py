@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..jacobian.layouts.measure import NOT_SEPARATED
-from ..support.contents import same
+from ...jacobian.layouts.measure import NOT_SEPARATED
+from ...support.contents import same
 from .trace import Trace
 from .turn import Answers, Turn
 

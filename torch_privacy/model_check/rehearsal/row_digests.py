@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..jacobian.rows.operator import Jacobian, RowsOfBatch
+from ...jacobian.rows.operator import Jacobian, RowsOfBatch
 
 # Entries of a fingerprint's direction before it repeats; a prime, so that no two rows of a weight get the same entries.
 PATTERN = 65_521

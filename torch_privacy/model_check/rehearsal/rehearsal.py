@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ..support.contents import Saved, same
-from ..support.draws import AS_DRAWN, Rule
-from ..support.model_state import ModelState, ParameterDigests
-from ..support.validate import Refused
+from ...support.contents import Saved, same
+from ...support.draws import AS_DRAWN, Rule
+from ...support.model_state import ModelState, ParameterDigests
+from ...support.validate import Refused
 from .comparison import (
     REPEATED,
     RULE_CURE,

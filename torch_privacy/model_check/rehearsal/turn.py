@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from ..support.draws import AS_DRAWN, Drawn, Draws
-from ..support.model_state import ModelState
+from ...support.draws import AS_DRAWN, Drawn, Draws
+from ...support.model_state import ModelState
 from .row_digests import RowAnswers
 from .trace import Trace
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..support.draws import Drawn, Draws, Rule
+from ...support.draws import Drawn, Draws, Rule
 from .comparison import REMOVED, REPLACED, AnswerComparison, Finding
 from .trace import Trace
 from .turn import Answers, BatchVariants, Turn
