@@ -15,6 +15,7 @@ from ..mechanisms.clipping import Adaptive, ClippingRule, Flat, Groups
 from ..mechanisms.scheduled import Scheduled
 from ..support.validate import Refused, one_of, whole
 from ..training.old_spelling import refuse_moved
+from .optimizers import DPOptimizer
 from .run import PrivateLoader
 
 WHERE = "make_private"
@@ -39,9 +40,9 @@ ADAPTIVE = {  # argument of Opacus -> of the clipping rule
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Given:
-    """Holds the arguments of `PrivacyEngine.make_private`; see there for each.
+    """Holds the arguments of `PrivacyEngine.make_private`, in Opacus' order; see there for each.
 
     Args:
         more: further arguments, by name.
@@ -54,13 +55,18 @@ class Given:
     max_grad_norm: float | list[float]
     batch_first: bool
     loss_reduction: str
+    poisson_sampling: bool
     clipping: str
+    noise_generator: Any
     grad_sample_mode: str
     wrap_model: bool
     epochs: int | None
     more: dict[str, Any]
 
     def __post_init__(self) -> None:
+        check_kept(self.poisson_sampling, self.noise_generator)
+        if isinstance(self.optimizer, DPOptimizer):  # of an earlier call
+            self.optimizer = self.optimizer.original_optimizer
         one_of(WHERE, ("hooks", "ew", "functorch", "ghost", "ghost_fsdp"), grad_sample_mode=self.grad_sample_mode)
         one_of(WHERE, ("mean", "sum"), loss_reduction=self.loss_reduction)
         one_of(WHERE, ("flat", "per_layer", "adaptive"), clipping=self.clipping)

@@ -14,9 +14,8 @@ from ..sampling.examples import Examples
 from ..support.validate import one_of, plain_numbers
 from ..training.settings import check_delta
 from .accountant import Accountant
-from .arguments import Given, check_kept
+from .arguments import Given
 from .checkpointing import Checkpointing
-from .optimizers import DPOptimizer
 from .run import MOST_EPOCHS, OpacusRun, PrivateLoader
 from .validators import ModuleValidator
 
@@ -135,21 +134,10 @@ class PrivacyEngine(Checkpointing):
         Raises:
             Refused: what Opacus does and this engine does not.
         """
-        check_kept(poisson_sampling, noise_generator)
         given = Given(
-            module=module,
-            optimizer=optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
-            criterion=criterion,
-            data_loader=data_loader,
-            max_grad_norm=max_grad_norm,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            clipping=clipping,
-            grad_sample_mode=grad_sample_mode,
-            wrap_model=wrap_model,
-            epochs=epochs,
-            more=kwargs,
-        )
+            module, optimizer, criterion, data_loader, max_grad_norm, batch_first, loss_reduction, poisson_sampling,
+            clipping, noise_generator, grad_sample_mode, wrap_model, epochs, kwargs,
+        )  # fmt: skip
         return self._make(given, {"noise_multiplier": noise_multiplier})
 
     def make_private_with_epsilon(
@@ -178,21 +166,10 @@ class PrivacyEngine(Checkpointing):
         These steps, together with all that this engine knows of before them, spend at most ``target_epsilon`` at
         ``target_delta``. Further steps are refused. The other arguments are those of `make_private`.
         """
-        check_kept(poisson_sampling, noise_generator)
         given = Given(
-            module=module,
-            optimizer=optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
-            criterion=criterion,
-            data_loader=data_loader,
-            max_grad_norm=max_grad_norm,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            clipping=clipping,
-            grad_sample_mode=grad_sample_mode,
-            wrap_model=wrap_model,
-            epochs=epochs,
-            more=kwargs,
-        )
+            module, optimizer, criterion, data_loader, max_grad_norm, batch_first, loss_reduction, poisson_sampling,
+            clipping, noise_generator, grad_sample_mode, wrap_model, epochs, kwargs,
+        )  # fmt: skip
         return self._make(given, {"target_epsilon": target_epsilon, "delta": target_delta})
 
     def _make(self, given: Given, noise: dict[str, Any]) -> Any:
