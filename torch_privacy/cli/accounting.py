@@ -5,6 +5,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +49,28 @@ Plot = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class PlotOutput:
+    """Holds where a price is shown: printed, and drawn if that is asked for."""
+
+    plot: Plot = None
+    as_json: AsJson = False
+
+    def draw(self, figure: Callable[[Any], Any]) -> None:
+        """Writes a figure made by `accounting_plots` and says its path, if it is asked for."""
+        if self.plot is None:
+            return
+        from torch_privacy.report import accounting_plots, figures
+
+        with naming(self.plot):
+            figures.save(figure(accounting_plots), self.plot)
+        say(f"picture: {self.plot}")
+
+    def show(self, content: dict[str, Any], view: Any) -> None:
+        """Prints the content as JSON, or the view."""
+        print_result(content, view, self.as_json)
+
+
 @app.command()
 @with_options
 def epsilon(
@@ -56,8 +79,7 @@ def epsilon(
     steps: Steps,
     delta: Delta = None,
     group_size: GroupSize = None,
-    plot: Plot = None,
-    as_json: AsJson = False,
+    output: PlotOutput,
 ) -> None:
     """Print epsilon of a private training as a certified interval, beside the values of other accountants.
 
@@ -71,12 +93,12 @@ def epsilon(
     releases = equal_releases(*setting)
     if group_size is not None:
         releases = [(privacy.for_group(event, group_size), count) for event, count in releases]
-        if plot is not None:
+        if output.plot is not None:
             raise typer.BadParameter("--plot draws the epsilon of one example; leave out --group-size or --plot")
     summary = summarize(releases, delta)
     bracket = privacy.Bracket(summary.epsilon_low, summary.epsilon_high)
-    _draw(plot, lambda plots: plots.profile_figure(*setting, plots.epsilon_mark(bracket, delta)))
-    print_result(summary.as_json(), [*privacy_lines(summary), *sampling.lines], as_json)
+    output.draw(lambda plots: plots.profile_figure(*setting, plots.epsilon_mark(bracket, delta)))
+    output.show(summary.as_json(), [*privacy_lines(summary), *sampling.lines])
 
 
 @app.command()
@@ -86,8 +108,7 @@ def delta(
     epsilon: Annotated[float, typer.Option(help="Epsilon at which to ask, a number of either sign; no unit.")],
     noise_multiplier: Noise,
     steps: Steps,
-    plot: Plot = None,
-    as_json: AsJson = False,
+    output: PlotOutput,
 ) -> None:
     """Print delta of a private training at an epsilon, as a certified interval."""
     from torch_privacy import privacy
@@ -96,14 +117,14 @@ def delta(
     sampling = steps.sampling("delta")
     setting = sampling.setting(noise_multiplier)
     bracket = compose_steps(*setting).delta(epsilon)
-    _draw(plot, lambda plots: plots.profile_figure(*setting, plots.delta_mark(epsilon, bracket)))
+    output.draw(lambda plots: plots.profile_figure(*setting, plots.delta_mark(epsilon, bracket)))
     content = {
         **_as_json(setting),
         "epsilon": epsilon,
         "delta": bracket._asdict(),
         "clt": {"delta": privacy.clt(*setting).delta(epsilon), "note": "an approximation, not a bound"},
     }
-    print_result(content, [*delta_lines(*setting, epsilon), *sampling.lines], as_json)
+    output.show(content, [*delta_lines(*setting, epsilon), *sampling.lines])
 
 
 @app.command()
@@ -113,8 +134,7 @@ def calibrate(
     target_epsilon: Target,
     steps: Steps,
     delta: Delta = None,
-    plot: Plot = None,
-    as_json: AsJson = False,
+    output: PlotOutput,
 ) -> None:
     """Print the smallest noise multiplier with a certified epsilon of at most a target."""
     from torch_privacy import privacy
@@ -132,8 +152,8 @@ def calibrate(
         *privacy_lines(summary),
         *sampling.lines,
     ]
-    _draw(plot, lambda plots: plots.calibration_figure(*setting, delta, target_epsilon))
-    print_result({"target_epsilon": target_epsilon, **summary.as_json()}, lines, as_json)
+    output.draw(lambda plots: plots.calibration_figure(*setting, delta, target_epsilon))
+    output.show({"target_epsilon": target_epsilon, **summary.as_json()}, lines)
 
 
 @app.command()
@@ -143,8 +163,7 @@ def tradeoff(
     noise_multiplier: Noise,
     steps: Steps,
     alpha: Alphas = None,
-    plot: Plot = None,
-    as_json: AsJson = False,
+    output: PlotOutput,
 ) -> None:
     """Print the best possible attack: the rate of missed members at each false positive rate."""
     from torch_privacy.cli.tables import tradeoff_view
@@ -155,9 +174,9 @@ def tradeoff(
     profile = compose_steps(*setting)
     points = tradeoff_points(profile, alpha or [0.001, 0.01, 0.05, 0.1, 0.2, 0.5])
     attacker = attacker_as_json(profile)
-    _draw(plot, lambda plots: plots.tradeoff_figure(*setting))
+    output.draw(lambda plots: plots.tradeoff_figure(*setting))
     shown = tradeoff_view(points, [*attacker_lines(attacker), *sampling.lines])
-    print_result({**_as_json(setting), "tradeoff": points, **attacker}, shown, as_json)
+    output.show({**_as_json(setting), "tradeoff": points, **attacker}, shown)
 
 
 @app.command()
@@ -168,8 +187,7 @@ def compare(
     steps: Steps,
     delta: Delta = None,
     group_size: GroupSize = None,
-    plot: Plot = None,
-    as_json: AsJson = False,
+    output: PlotOutput,
 ) -> None:
     """Compare the accountants on one training: their epsilons, whether these are true, and their running times.
 
@@ -189,27 +207,16 @@ def compare(
         claims = comparison.compare(*setting, delta)
     words = "{1:,} steps, noise multiplier {2:.4g}, q = {0:.4g}, delta = {3:g}"
     shown = words.format(sampling.probability, sampling.num_steps, noise_multiplier, delta)
-    _draw(plot, lambda plots: plots.claims_figure(claims, shown))
+    output.draw(lambda plots: plots.claims_figure(claims, shown))
     content: dict[str, Any] = {**_as_json(setting), "delta": delta, "claims": comparison.as_json(claims)}
     if persons is not None:
         content["persons"] = persons.as_json()
     view = claims_table(claims) if persons is None else persons_view(claims, persons)
-    print_result(content, Group(lines_table(sampling.lines), "", view) if sampling.lines else view, as_json)
+    output.show(content, Group(lines_table(sampling.lines), "", view) if sampling.lines else view)
 
 
 def _as_json(setting: Setting) -> dict[str, Any]:
     return dict(zip(("noise_multiplier", "sampling_probability", "num_steps"), setting, strict=True))
-
-
-def _draw(path: Path | None, figure: Callable[[Any], Any]) -> None:
-    """Writes a figure made by `accounting_plots` and says its path, if it is asked for."""
-    if path is None:
-        return
-    from torch_privacy.report import accounting_plots, figures
-
-    with naming(path):
-        figures.save(figure(accounting_plots), path)
-    say(f"picture: {path}")
 
 
 @contextmanager
