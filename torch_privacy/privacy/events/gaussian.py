@@ -64,9 +64,27 @@ class Gaussian(Event):
         check_unit("privacy.Gaussian", unit=self.unit)
 
 
+@dataclass(frozen=True, repr=False)
+class _PoissonSampled(Event):
+    """One noisy sum over a Poisson batch, with one noise multiplier."""
+
+    noise_multiplier: float
+    sampling_probability: float
+    neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    unit: str = ONE_EXAMPLE
+    sampler = "Poisson"
+
+    def __post_init__(self) -> None:
+        where = type(self).__name__
+        check_noise(where, self.noise_multiplier)
+        check_probability(where, self.sampling_probability)
+        check_relation(where, self.neighboring_relation)
+        check_unit(where, unit=self.unit)
+
+
 @priced(lambda event: poisson_pair(1 / event.noise_multiplier, event.sampling_probability, event.neighboring_relation))
 @dataclass(frozen=True, repr=False)
-class SubsampledGaussian(Event):
+class SubsampledGaussian(_PoissonSampled):
     """One step of DP-SGD: a noisy sum over a Poisson sample, which every example joins with the same probability.
 
     Released is ``sum of clipped values + N(0, (noise_multiplier * sensitivity)² I)``. With z = 1 / noise_multiplier and
@@ -93,18 +111,6 @@ class SubsampledGaussian(Event):
         >>> f"{compose([(step, 10_000)]).epsilon(1e-5).high:.3f}"
         '1.978'
     """
-
-    noise_multiplier: float
-    sampling_probability: float
-    neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
-    unit: str = ONE_EXAMPLE
-    sampler = "Poisson"
-
-    def __post_init__(self) -> None:
-        check_noise("SubsampledGaussian", self.noise_multiplier)
-        check_probability("SubsampledGaussian", self.sampling_probability)
-        check_relation("SubsampledGaussian", self.neighboring_relation)
-        check_unit("SubsampledGaussian", unit=self.unit)
 
 
 def _fixed_size_pair(event: "FixedSizeGaussian") -> DominatingPair | PairBounds:
@@ -212,7 +218,7 @@ class SubsampledBlocks(Event):
     lambda event: poisson_pair(2**0.5 / event.noise_multiplier, event.sampling_probability, event.neighboring_relation)
 )
 @dataclass(frozen=True, repr=False)
-class SubsampledGEP(Event):
+class SubsampledGEP(_PoissonSampled):
     """One step of gradient embedding perturbation: noisy embedding and noisy residual of the same Poisson sample.
 
     Together they are one Gaussian release of noise multiplier ``noise_multiplier / sqrt(2)``, inside the sampling.
@@ -234,18 +240,6 @@ class SubsampledGEP(Event):
         >>> f"{compose([(step, 1000)]).epsilon(1e-5).high:.3f}"
         '1.000'
     """
-
-    noise_multiplier: float
-    sampling_probability: float
-    neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
-    unit: str = ONE_EXAMPLE
-    sampler = "Poisson"
-
-    def __post_init__(self) -> None:
-        check_noise("SubsampledGEP", self.noise_multiplier)
-        check_probability("SubsampledGEP", self.sampling_probability)
-        check_relation("SubsampledGEP", self.neighboring_relation)
-        check_unit("SubsampledGEP", unit=self.unit)
 
 
 @priced(lambda event: SubsampledGaussianPair(1 / event.noise_multiplier, event.sampling_probability))
