@@ -76,6 +76,7 @@ PRIVACY_COLUMNS = {
     MOMENTS: TableColumn("eps, moments", digits=2),
     EXACT: TableColumn("eps, certified"),
 }
+USUAL_COLUMNS = {SCORE: ACCURACY_COLUMN, BASELINE: BASELINE_COLUMN, **PRIVACY_COLUMNS}
 
 
 def training_numbers(results: Mapping[str, Any], metrics: Sequence[Metrics]) -> dict[str, Number]:

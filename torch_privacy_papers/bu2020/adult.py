@@ -21,12 +21,10 @@ from torch_privacy.experiments import task
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Task, seeded
 from torch_privacy.runs.rows import (
-    ACCURACY_COLUMN,
     BASELINE,
-    BASELINE_COLUMN,
     MU,
-    PRIVACY_COLUMNS,
     SCORE,
+    USUAL_COLUMNS,
     Computation,
     Context,
     Numbers,
@@ -38,11 +36,6 @@ from torch_privacy_papers.models.networks import adult_perceptron
 
 MOST_UNITS = 65536  # 8 million weights; more do not fit into memory
 TEST_FRACTION = 0.1
-COLUMNS = {
-    SCORE: ACCURACY_COLUMN,
-    BASELINE: BASELINE_COLUMN,
-    **PRIVACY_COLUMNS,
-}
 NOTES = (
     "Every seed has its own split. The other methods are from scikit-learn, without privacy: the 3 "
     "nearest neighbors, Bernoulli naive Bayes, and a decision tree with at least 50 people in a leaf for C4.5.",
@@ -117,4 +110,4 @@ def other_method(name: str, context: Context) -> Numbers:
     return {SCORE: float(method.score(held_out.numpy(), truth.numpy()))}
 
 
-STUDY = Study(COLUMNS, rows, NOTES, DEFAULTS, build_task, build_stand_in)
+STUDY = Study(USUAL_COLUMNS, rows, NOTES, DEFAULTS, build_task, build_stand_in)

@@ -28,12 +28,10 @@ from torch_privacy.experiments.fitting import test_score
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Task, number_of_steps, seeded
 from torch_privacy.runs.rows import (
-    ACCURACY_COLUMN,
     BASELINE,
-    BASELINE_COLUMN,
     MU,
-    PRIVACY_COLUMNS,
     SCORE,
+    USUAL_COLUMNS,
     Computation,
     Context,
     Numbers,
@@ -44,11 +42,6 @@ from torch_privacy.support import validate as _check
 from torch_privacy_papers.bu2020 import sparse_norms
 from torch_privacy_papers.models.networks import AveragedWords
 
-COLUMNS = {
-    SCORE: ACCURACY_COLUMN,
-    BASELINE: BASELINE_COLUMN,
-    **PRIVACY_COLUMNS,
-}
 NOTES = (
     "The vocabulary is taken from the training reviews without noise, as in the paper: epsilon does not cover it.",
     "The authors' norms square the gradient of a word that occurs k times in a text, padding included, position by "
@@ -124,4 +117,4 @@ def with_sparse_norms(chosen: Mapping[str, Any], context: Context) -> Numbers:
     return {SCORE: test_score(problem, model)}
 
 
-STUDY = Study(COLUMNS, rows, NOTES, DEFAULTS, build_task)
+STUDY = Study(USUAL_COLUMNS, rows, NOTES, DEFAULTS, build_task)

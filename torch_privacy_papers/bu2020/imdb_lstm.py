@@ -19,7 +19,7 @@ from torch_privacy.data import TrainingWords, load_imdb
 from torch_privacy.experiments import task
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Task, seeded
-from torch_privacy.runs.rows import MU, TrainingRow
+from torch_privacy.runs.rows import MU, USUAL_COLUMNS, TrainingRow
 from torch_privacy_papers.bu2020 import imdb
 from torch_privacy_papers.bu2020.imdb import Settings
 from torch_privacy_papers.models.networks import StackedLSTM
@@ -50,4 +50,4 @@ def rows(quick: bool) -> Sequence[TrainingRow]:
     return [TrainingRow("two-layer LSTM, NoisyAdam", {"epochs": 0.04, "baseline": False} if quick else {}, {MU: 2.07})]
 
 
-STUDY = Study(imdb.COLUMNS, rows, NOTES, DEFAULTS, build_task)
+STUDY = Study(USUAL_COLUMNS, rows, NOTES, DEFAULTS, build_task)
