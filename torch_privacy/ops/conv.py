@@ -14,21 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._base import AnyLayout, Method, Op, Use, in_one_dtype, in_sum_dtype
+from .conv_costs import BOXED_GRAM, GRAM, KEPT, NARROW, NATIVE_ROWS, ROWS, SHIFTED_ROWS, ConvCosts, Costs
 from .dense import Rows, product
 from .gram import norms_from_gram
 from .unfold import Geometry, by_group, half_unfolded, padded, unfolded, unfolded_channels_last
 
-# Costs of the methods' steps, in matrix-product operations that take the same time (measured on one core of a CPU).
-NATIVE = 0.8  # one operation of the native convolution
-COPY = 60  # one number copied or summed in another memory order
-SQUARE = 30  # one entry of a row squared and summed
-REORDER = 120  # one entry of a row converted from the blocked format of the native convolution
-KEPT = 30  # one entry of a row kept for the sum
-SUM = 40_000_000  # overhead of one more native weight gradient
-CALL = 120_000  # overhead of one matrix product among many
-NATIVE_BLOCK = 16  # the native convolution is fastest if channels are a multiple of this
 VECTOR = 16  # float32 numbers in the largest vector registers
-NARROW = 16  # a line of fewer places is copied faster with the channels innermost
 
 
 @dataclass(frozen=True)
@@ -62,58 +53,23 @@ class Conv(Op):
         return self.b.dtype
 
     def methods(self) -> list[Method]:
-        """Returns matrix products with the unfolded input, the native kernel, and Gram matrices of places.
-
-        ``flops`` include the copies, reorderings and calls of a method, at their measured time.
-        """
-        n, one = self.num_examples, _methods_of_one(self.x.shape[1:], self.b.shape[1:], self.geometry)
-        return [replace(method, flops=n * method.flops, floats=n * method.floats) for method in one]
-
-    def _row_methods(self) -> list[Method]:
-        n, size, matrices = self.num_examples, self.shape.numel(), self.num_examples * self.geometry.groups
-        products, squares, unfolded = 2 * n * self._t * size, SQUARE * n * size, self.num_unfolded
-        flops = products + squares + CALL * matrices + (0 if self._pointwise else COPY * unfolded)
-        rows = Method("rows", Conv._unfolded_rows, flops, unfolded + n * size, rows=True)
-        if self._pointwise:
-            return [rows]
-        d, e, held = self.shape[1], self.shape[0] // self.geometry.groups, self.x.numel() + self.b.numel()
-        blocked = d == e == 1 or (d % NATIVE_BLOCK == e % NATIVE_BLOCK == 0)
-        products = NATIVE * products + COPY * held if blocked else products + 3 * COPY * unfolded
-        flops = products + squares + REORDER * n * size
-        floats = n * size + 0.8 * (held + n * size)  # makes chunks slightly larger, because calls are expensive
-        return [rows, Method("rows, native", Conv._native_rows, flops, floats, rows=True)]
+        """Returns matrix products with the unfolded input, the native kernel, and Gram matrices of places."""
+        n, one = self.num_examples, _costs_of_one(self.x.shape[1:], self.b.shape[1:], self.geometry)
+        return [
+            Method(name, _COMPUTED[name], n * flops, n * floats, rows=name in (ROWS, NATIVE_ROWS))
+            for name, (flops, floats) in one.items()
+        ]
 
     @property
     def sum_flops(self) -> float:
-        products = 2 * self.num_examples * self._t * self.shape.numel()
-        return NATIVE * products + COPY * min(self.x.numel(), self.b.numel()) + SUM
+        return ConvCosts(self.x.shape[1:], self.b.shape[1:], self.geometry).of_sum(self.num_examples)
 
     @property
     def kept_entry(self) -> float:
         return KEPT  # the methods' cost includes the norm
 
-    def _norm_methods(self) -> list[Method]:
-        matrices, unfolded, (e, d) = self.num_examples * self.geometry.groups, self.num_unfolded, self.shape[:2]
-        terms = matrices * self._t**2
-        of_terms = 2 * terms * e // self.geometry.groups + 2 * COPY * terms + 2 * CALL * matrices
-        flops = 2 * terms * self.shape[1:].numel() + of_terms + (0 if self._pointwise else COPY * unfolded)
-        gram = Method("gram", Conv._gram, flops, unfolded + 3 * terms)
-        if self._pointwise:
-            return [gram]
-        cells, summed = self._box_sizes()
-        flops = 2 * matrices * cells**2 * d + COPY * matrices * summed + of_terms
-        boxed = Method("gram, boxed", Conv._boxed_gram, flops, 2 * matrices * cells**2 + 3 * terms)
-        return [gram, boxed, self._shifted_method()]
-
-    def _shifted_method(self) -> Method:
-        n, size, g = self.num_examples, self.shape.numel(), self.geometry
-        lines = self.num_unfolded // g.kernel[0] * g.covered(self.b.shape[3:])[0] // max(1, self.b.shape[3])
-        calls = -(-g.kernel[0] // g.stride[0]) * n * g.groups
-        flops = (2 * self._t + SQUARE) * n * size + self._copy_price * lines + CALL * calls
-        return Method("rows, shifted", Conv._shifted_norms, flops, lines + n * size * g.stride[0] // g.kernel[0])
-
     def rows(self) -> Tensor:
-        return min(self._row_methods(), key=lambda method: method.flops).compute(self)
+        return min((method for method in self.methods() if method.rows), key=lambda method: method.flops).compute(self)
 
     def project(self, v: Tensor) -> Tensor:
         b = self.b.flatten(1)
@@ -137,25 +93,6 @@ class Conv(Op):
 
     def select(self, index: Tensor | slice) -> Conv:
         return replace(self, x=self.x[index], b=self.b[index])
-
-    @property
-    def _t(self) -> int:  # places of all images of one example
-        return self.b.shape[1] * self.b.shape[3:].numel()
-
-    @property
-    def num_unfolded(self) -> int:
-        """Number of entries in the patches of all examples."""
-        return self.num_examples * self.geometry.groups * self._t * self.shape[1:].numel()
-
-    @property
-    def _copy_price(self) -> float:  # cost of one number in lines as long as those of the output
-        return COPY * (0.5 + 0.5 * NARROW / max(1, self.b.shape[-1]))
-
-    @property
-    def _pointwise(self) -> bool:
-        """True if the convolution is a linear map at every place, so that the patches are the input itself."""
-        g = self.geometry
-        return max((*g.kernel, *g.stride)) == 1 and not any(g.padding)
 
     def forward(self, weight: Tensor) -> Tensor:
         """Returns ``x ⋆ weight``, (n, m, e, *places)."""
@@ -211,7 +148,7 @@ class Conv(Op):
     def _channels_last(self) -> bool:
         """True if patches have the channels innermost in memory."""
         narrow = self.b.shape[-1] < NARROW <= self.shape[1]
-        return not self._pointwise and (narrow or self.x.stride(2) == 1)
+        return not self.geometry.is_pointwise and (narrow or self.x.stride(2) == 1)
 
     def _gram(self) -> Tensor:
         patches = self.patches()
@@ -225,17 +162,8 @@ class Conv(Op):
         for dim, (kernel, stride, dilation) in enumerate(zip(g.kernel, g.stride, g.dilation, strict=True)):
             axis = 1 + dim + (dim > 0)  # the images stand second
             gram = _box_filtered(gram, (axis, axis + x.ndim - 2), kernel, stride, dilation)
-        return self._norms_of(gram.reshape(x.shape[0], self._t, self._t))
-
-    def _box_sizes(self) -> tuple[int, int]:
-        """Returns the numbers of input cells and of additions in the box filter, for one example and group."""
-        m, places = self.b.shape[1], self.b.shape[3:]
-        left = [m, *self.geometry.covered(places)]
-        cells, summed = math.prod(left), 0
-        for dim, (kernel, place) in enumerate(zip(self.geometry.kernel, places, strict=True)):
-            left[1 + dim] = place
-            summed += kernel * math.prod(left) ** 2
-        return cells, summed
+        t = self.b.shape[1] * self.b.shape[3:].numel()  # places of all images of one example
+        return self._norms_of(gram.reshape(x.shape[0], t, t))
 
     def _norms_of(self, gram: Tensor) -> Tensor:
         """Returns squared norms from the inner products of patches (n·groups, t, t); from rows where terms cancel."""
@@ -244,11 +172,20 @@ class Conv(Op):
         return norms_from_gram(grams, [b.shape[1], self.shape[1:].numel()], self)
 
 
+_COMPUTED = {  # name of a method -> how it is computed
+    ROWS: Conv._unfolded_rows,
+    NATIVE_ROWS: Conv._native_rows,
+    GRAM: Conv._gram,
+    BOXED_GRAM: Conv._boxed_gram,
+    SHIFTED_ROWS: Conv._shifted_norms,
+}
+
+
 @lru_cache(maxsize=4096)
-def _methods_of_one(x: torch.Size, b: torch.Size, geometry: Geometry) -> list[Method]:
-    """Returns the methods for one example with these shapes; cached."""
-    one = Conv(torch.empty(1, *x, device="meta"), torch.empty(1, *b, device="meta"), geometry)
-    return [*one._row_methods(), *one._norm_methods()]
+def _costs_of_one(x: torch.Size, b: torch.Size, geometry: Geometry) -> Costs:
+    """Returns the costs for one example with these sizes; cached."""
+    costs = ConvCosts(x, b, geometry)
+    return costs.of_rows() | costs.of_norms()
 
 
 def _unfilled(size: int) -> float:

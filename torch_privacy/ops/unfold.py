@@ -26,6 +26,11 @@ class Geometry:
     dilation: tuple[int, ...]
     groups: int
 
+    @property
+    def is_pointwise(self) -> bool:
+        """True if the convolution is a linear map at every place, so that the patches are the input itself."""
+        return max((*self.kernel, *self.stride)) == 1 and not any(self.padding)
+
     def covered(self, places: Sequence[int]) -> list[int]:
         """Returns the size of the padded input that the kernel covers for an output of this size."""
         steps = zip(self.kernel, self.stride, self.dilation, places, strict=True)
