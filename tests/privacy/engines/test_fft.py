@@ -5,9 +5,9 @@ import mpmath
 import numpy as np
 import pytest
 
-from torch_privacy.privacy.engines import contour, fft
-from torch_privacy.privacy.engines.fft import TiltedComposition, TiltedCompositions, TiltedLattice
+from torch_privacy.privacy.engines import contour, fft, tilted
 from torch_privacy.privacy.engines.lattice import Lattice, optimistic, pessimistic
+from torch_privacy.privacy.engines.tilted import TiltedComposition, TiltedCompositions, TiltedLattice
 from torch_privacy.privacy.pairs.gaussian import SubsampledGaussianPair
 
 
@@ -106,13 +106,13 @@ def test_discounted_sums_match_the_recursion_across_blocks():
     for value in values[::-1]:
         carry = value + np.exp(-spacing) * carry
         expected.append(carry)
-    np.testing.assert_allclose(fft.discounted_sums(values, spacing), expected[::-1], rtol=1e-15)
+    np.testing.assert_allclose(tilted.discounted_sums(values, spacing), expected[::-1], rtol=1e-15)
 
 
 def test_discounted_sums_carry_a_large_value_into_the_block_before():
     values = np.zeros(24)
     values[12] = 1e300
-    assert fft.discounted_sums(values, 25.0)[11] == pytest.approx(1e300 * np.exp(-25.0))
+    assert tilted.discounted_sums(values, 25.0)[11] == pytest.approx(1e300 * np.exp(-25.0))
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
@@ -127,14 +127,14 @@ def test_grouped_moments_are_bounds_and_nearly_exact(sign):
 
 
 def test_one_loss_alone_has_its_own_moments():
-    bounds = fft.MomentBounds(np.array([0.25]), np.array([0.5]), 0.25, 0.0)
+    bounds = tilted.MomentBounds(np.array([0.25]), np.array([0.5]), 0.25, 0.0)
     t = np.array([-2.0, 0.0, 3.0])
     np.testing.assert_allclose(bounds.log_moment(t), np.log(0.5), rtol=1e-15)
 
 
 @pytest.mark.parametrize("at_least", [1, 7, 1000, 99_999])
 def test_fast_length_is_enough_and_little_more(at_least):
-    assert at_least <= fft.fast_length(at_least) <= 1.25 * at_least + 1
+    assert at_least <= tilted.fast_length(at_least) <= 1.25 * at_least + 1
 
 
 @pytest.mark.parametrize("swapped", [False, True])
