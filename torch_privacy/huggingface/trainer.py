@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainingArguments
 
-from ..sampling.batches import check_map_style
+from ..sampling.datasets import check_map_style
 from ..sampling.examples import Examples
 from ..support.validate import Refused
 from ..training import PrivateTraining

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, SequentialSampler
 
-from ..sampling.batches import check_map_style
+from ..sampling.datasets import check_map_style
 from ..sampling.examples import Examples
 from ..sampling.shared_examples import share_examples
 from ..support.validate import Refused

@@ -18,7 +18,7 @@ from ..jacobian.layouts.known import Layouts
 from ..jacobian.recording.paths import check_losses
 from ..jacobian.rows.operator import PlanRow
 from ..jacobian.tape import Tape
-from ..sampling.batches import CollatedExamples
+from ..sampling.variants import CollatedExamples
 from ..support.fixed_draws import drawing_in
 from ..support.model_state import ModelTensors, Snapshot, attribute_tensors
 from ..support.normalization import SmallGroups

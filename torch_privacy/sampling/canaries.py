@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from ..support.validate import Refused, whole
-from .batches import check_map_style
+from .datasets import check_map_style
 
 
 @dataclass(frozen=True)

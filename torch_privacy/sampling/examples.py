@@ -9,8 +9,9 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from ..support.validate import Refused, plain_number, whole
-from .batches import Batches, Collate, check_map_style
+from .batches import Batches, Collate
 from .canaries import WithCanaries
+from .datasets import check_map_style
 from .owners import Owners, owners_of
 
 WHERE = "Examples"

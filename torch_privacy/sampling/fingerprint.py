@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 from ..support.random_state import SeededRandomNumbers
 from ..support.read_file import parse_json, read_bytes
 from ..support.validate import Refused, quoted
-from .batches import check_map_style, tensors_and_rows
+from .datasets import check_map_style, tensors_and_rows
 
 KEY_BYTES = 32
 METHOD = "blake2b with a secret key, 1"

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from ..support.validate import Refused
-from .batches import tensors_and_rows
+from .datasets import tensors_and_rows
 from .exchanged_items import CannotCompare, ExchangedItems, FetchFailed, Item, digest_of
 from .row_laws import StoredRows, stored_in
 from .shadow import DatasetShadow, TooLarge

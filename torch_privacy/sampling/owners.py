@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, Subset
 
 from ..support.units import check_unit, unit_of_column, with_at_most
 from ..support.validate import Refused, plain_number, whole
-from .batches import check_map_style
+from .datasets import check_map_style
 from .poisson import Poisson
 
 OWNER = "owner"  # the usual word for who has several examples

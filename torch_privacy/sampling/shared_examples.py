@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 from ..support.random_state import SeededRandomNumbers
-from .batches import source_of, tensors_and_rows
+from .datasets import source_of, tensors_and_rows
 from .fingerprint import FEWEST_ITEMS, MOST_ITEMS, MOST_SECONDS, Unhashable, feed
 
 MOST_BYTES = 2**28  # of a tensor of which whole rows are read; of larger ones, some entries of each row

@@ -17,8 +17,9 @@ from ..mechanisms.base import Mechanism, Recording, Summation, added
 from ..mechanisms.clipping import MicroBatches
 from ..mechanisms.estimated_norms import Sketched
 from ..model_check.rehearsal.turn import Turn
-from ..sampling.batches import Batches, BatchRequest, DatasetExamples, split
+from ..sampling.batches import Batches, BatchRequest, split
 from ..sampling.canaries import WithCanaries
+from ..sampling.variants import DatasetExamples
 from ..support.draws import IN_EVAL
 from ..support.model_state import ModelTensors
 from ..support.validate import Refused

@@ -20,6 +20,7 @@ from .. import privacy
 from ..mechanisms.scheduled import Schedule, Scheduled, factors_of
 from ..runs.folder import RunFolder
 from ..sampling.examples import Examples, examples_of
+from ..sampling.variants import variants_of
 from ..support.validate import Refused, whole
 from ..support.warning import warn
 from .accelerate import check_not_for_accelerate
@@ -355,7 +356,7 @@ class PrivateTraining(Reporting):
                 while state.step < setup.account.steps_allowed:
                     if state.releases is not releases:  # at first, and when the steps cannot be repeated
                         releases = state.releases
-                        fetched = setup.batches(runs.requests(setup.account.steps_allowed))
+                        fetched = variants_of(setup.batches, runs.requests(setup.account.steps_allowed))
                     self._resuming.match_threads()
                     total = yield from self._handed_out_by(runs.step(fetched), loop)
                     if total is not None:

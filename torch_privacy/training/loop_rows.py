@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..model_check.rehearsal.comparison import CARRIES
-from ..sampling.batches import DatasetExamples
 from ..sampling.stored_rows import kind_of, num_bytes
+from ..sampling.variants import DatasetExamples
 from ..support.contents import MISSING, Visits, same, values_in
 from .loop_contents import Replacement, rebuilt, rows_of
 from .loop_variables import Variable, attributes_of

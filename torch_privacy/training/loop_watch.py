@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ..model_check.rehearsal.comparison import CARRIES, AnswerComparison, quoted
 from ..model_check.rehearsal.turn import Answers, Turn
-from ..sampling.batches import DatasetExamples
+from ..sampling.variants import DatasetExamples
 from ..support.contents import MISSING, same
 from ..support.model_state import ModelState
 from ..support.validate import Refused

@@ -17,8 +17,8 @@ from ..model_check.rehearsal.comparison import ALIKE, NEGLIGIBLE, not_repeated, 
 from ..model_check.rehearsal.kept import draw_few, draw_halves, without_ends
 from ..model_check.rehearsal.rehearsal import Rehearsal, RehearsalMemory
 from ..model_check.rehearsal.turn import Answers, Turn
-from ..sampling.batches import DatasetExamples
 from ..sampling.item_check import ItemCheck
+from ..sampling.variants import DatasetExamples
 from ..support.model_state import ModelState
 from ..support.script_modules import registries_of
 from ..support.validate import Refused

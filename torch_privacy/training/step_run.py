@@ -16,8 +16,9 @@ from ..jacobian.tape import Tape
 from ..mechanisms.base import Recording, Summation
 from ..model_check.rehearsal.row_digests import RowAnswers
 from ..model_check.rehearsal.turn import Answers, Turn
-from ..sampling.batches import BatchRequest, DatasetExamples
+from ..sampling.batches import BatchRequest
 from ..sampling.poisson import Poisson
+from ..sampling.variants import DatasetExamples
 from ..support.fixed_draws import drawing_in
 from ..support.model_state import MutationGuard
 from ..support.normalization import SmallGroups

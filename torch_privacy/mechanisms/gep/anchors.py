@@ -20,7 +20,8 @@ from ...jacobian.recording.paths import check_losses
 from ...jacobian.rows.operator import Jacobian
 from ...jacobian.tape import Tape
 from ...model_check.rehearsal.comparison import written_into
-from ...sampling.batches import Batches, BatchRequest, Collate, check_map_style
+from ...sampling.batches import Batches, BatchRequest, Collate
+from ...sampling.datasets import check_map_style
 from ...support.model_state import ModelState, ModelTensors, MutationGuard
 from ...support.random_state import RandomState, recording_disabled, seed_random_numbers
 from ...support.torch_modes import uncompiled, without_autocast

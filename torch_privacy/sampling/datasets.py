@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Knows which data sets can be sampled, and what is behind their subsets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from ..support.validate import Refused
+
+
+def check_map_style(dataset: Any, name: str = "dataset") -> None:
+    """Refuses data without examples that can be fetched by index: loaders, streams, objects without a length."""
+    if isinstance(dataset, DataLoader):
+        raise Refused(
+            f"{name} is a DataLoader: its shuffled batches are not Poisson samples, and the privacy guarantee holds "
+            "for Poisson sampling only. Pass loader.dataset; PrivateTraining draws the batches."
+        )
+    if type(dataset).__module__.startswith("pandas."):
+        raise Refused(
+            f"{name} is a pandas {type(dataset).__name__}; its items are columns, not rows. Pass the rows, e.g. "
+            "TensorDataset(torch.tensor(frame[features].values), torch.tensor(frame[label].values))."
+        )
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise Refused(
+            f"{name} of type {type(dataset).__name__} cannot be sampled: must be map-style, with __getitem__ and "
+            "__len__. Load the examples into a list or a TensorDataset first."
+        )
+    if len(dataset) == 0:
+        raise Refused(f"{name} is empty: must hold at least one example.")
+
+
+def source_of(dataset: Dataset) -> tuple[Dataset, np.ndarray | None]:
+    """Returns the data set behind (nested) subsets, and the indices of the chosen examples (None: all)."""
+    if type(dataset) is not Subset:
+        return dataset, None
+    source, subset = source_of(dataset.dataset)
+    indices = np.asarray(dataset.indices, dtype=np.int64)
+    return source, indices if subset is None else subset[indices]
+
+
+def tensors_and_rows(dataset: Dataset) -> tuple[tuple[torch.Tensor, ...], np.ndarray | None] | None:
+    """Returns a TensorDataset's tensors and the chosen rows (None: all rows); None for other data sets."""
+    source, subset = source_of(dataset)
+    return (source.tensors, subset) if type(source) is TensorDataset else None
