@@ -7,7 +7,8 @@ import pytest
 from torch_privacy import privacy
 from torch_privacy.privacy.engines import contour
 from torch_privacy.privacy.engines.curve import ClosedFormCurve, crossing
-from torch_privacy.privacy.engines.merged import Grid, MergedEngine
+from torch_privacy.privacy.engines.merged import MergedEngine
+from torch_privacy.privacy.engines.outcomes import Grid
 
 COARSE = Grid(0.1, 1e-22)
 
