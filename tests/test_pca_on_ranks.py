@@ -21,7 +21,7 @@ from torch_privacy.noise import Noise
 from torch_privacy.sampling.poisson import Poisson
 from torch_privacy.support.ranks import Ranks
 from torch_privacy.training import pca as pca_module
-from torch_privacy.training.pca import checksum
+from torch_privacy.training.second_moment import checksum
 
 ROOT = Path(__file__).parents[1]
 FITTED = ["components_", "eigenvalues_", "noise_edge_", "noise_multiplier_", "event_", "release_", "n_features_in_"]
