@@ -15,7 +15,7 @@ from .machine import Machine, number_of_threads
 from .placement import Whole
 from .release import Keys, Releases, new_keys
 from .run_files import RunFiles
-from .settings import check_state
+from .saved_state import check_state
 from .state import Setup, State
 
 WHERE = "PrivateTraining.load_state_dict"
