@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..jacobian.tape import Tape
-from ..mechanisms.base import Mechanism, Recording, Summation, added
+from ..mechanisms.base import Mechanism, added
 from ..mechanisms.clipping import MicroBatches
 from ..mechanisms.estimated_norms import Sketched
+from ..mechanisms.summation import Recording, Summation
 from ..model_check.rehearsal.turn import Turn
 from ..sampling.batches import Batches, BatchRequest, split
 from ..sampling.canaries import WithCanaries

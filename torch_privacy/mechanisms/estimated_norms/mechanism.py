@@ -16,11 +16,13 @@ from ...jacobian.rows.operator import RowsOfBatch
 from ...support.model_state import ModelTensors
 from ...support.units import ONE_EXAMPLE
 from ...support.validate import Refused
-from ..base import ClippedSum, ClippedSummation, Recording, Summation, checked_factors
+from ..base import ClippedSum
 from ..clipping import Flat
+from ..summation import ClippedSummation, Recording, Summation, checked_factors
 from .directions import Directions
-from .projected import Projector, SketchedJacobian
+from .projected import Projector
 from .settings import Sketched
+from .sketched_rows import SketchedJacobian
 
 MIN_PROJECTIONS = 16  # with fewer, examples with large gradients escape clipping so often that epsilon explodes
 QUICKLY_PRICED = 10  # projections; the accountant needs seconds for fewer

@@ -16,8 +16,9 @@ from ...support.model_state import ModelTensors
 from ...support.notes import NOTES
 from ...support.torch_modes import uncompiled
 from .directions import Directions
-from .projected import ProjectedRecording, Projector, SketchedJacobian
+from .projected import ProjectedRecording, Projector
 from .settings import Projections
+from .sketched_rows import SketchedJacobian
 
 WHERE = "estimate_norms"
 

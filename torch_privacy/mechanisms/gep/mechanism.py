@@ -18,8 +18,9 @@ from ...jacobian.rows.operator import Jacobian, RowsOfBatch
 from ...support.model_state import ModelTensors
 from ...support.units import ONE_EXAMPLE
 from ...support.validate import Refused
-from ..base import RELATION, BoundCheck, Mechanism, Summation, checked_factors, sums_or_zeros
+from ..base import RELATION, Mechanism, sums_or_zeros
 from ..clipping import ClippingRule
+from ..summation import BoundCheck, Summation, checked_factors
 from .anchors import Anchors
 from .basis import Basis
 from .settings import BGEP, GEP
