@@ -551,11 +551,6 @@ class PrivateTraining(Reporting):
         finally:
             self._state.guard.accept(known)
 
-    def _present_turn(self) -> Any:
-        """Returns what identifies the turn that waits for its losses, or None."""
-        part, turns_made = self._runs.part, self._runs.turns_made
-        return None if self._runs.pending is None or part is None else (self.step_count, part.number, turns_made)
-
 
 def _sums_after(run: Run, losses: Tensor) -> StepSums | None:
     """Returns the sums of the step if these losses were its last, else None."""

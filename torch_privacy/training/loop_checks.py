@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -66,3 +67,23 @@ def refusing_used_graphs() -> Iterator[None]:
             "PrivateTraining: the graph of the losses was used up before training.step. Leave out losses.backward(): "
             "step computes the gradient and makes the update."
         ) from None
+
+
+class OneThread:
+    """Refuses a second thread inside of its ``with`` block."""
+
+    def __init__(self) -> None:
+        self._in_use = threading.RLock()  # not held while the user's loop runs
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Enters, unless another thread is inside."""
+        if not self._in_use.acquire(blocking=False):
+            raise Refused(
+                "PrivateTraining: two threads use one training at the same time, so that a batch could enter its sum "
+                "twice. Nothing was released for the second call. Iterate and call step in the same thread."
+            )
+        try:
+            yield
+        finally:
+            self._in_use.release()

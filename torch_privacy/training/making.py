@@ -136,7 +136,7 @@ def make_rehearsals(setup: Setup, state: State, training: Any) -> Rehearsals:
         setup.model,
         while_alive(training, lambda alive: [alive, *known], []),
         setup.optimizer,
-        OtherOptimizers(setup.optimizer, while_alive(training, lambda alive: alive._present_turn(), None)),
+        OtherOptimizers(setup.optimizer, while_alive(training, lambda alive: alive._runs.present_turn(), None)),
     )
     items = None if assumed else item_check(batches.dataset, None if owners is None else owners.numbers)
     steps, epoch = setup.account.steps_allowed, 1 / settings.sampling_probability

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from ..jacobian.parallel.shards import whole_losses
 from ..jacobian.recording.paths import check_losses
 from ..jacobian.tape import Tape
-from ..mechanisms.base import Recording, Summation
+from ..mechanisms.summation import Recording, Summation
 from ..model_check.rehearsal.row_digests import RowAnswers
 from ..model_check.rehearsal.turn import Answers, Turn
 from ..sampling.batches import BatchRequest
@@ -28,7 +27,7 @@ from ..support.validate import Refused
 from ..support.warning import warn
 from .hooks import ForwardHooks, Pending
 from .listeners import Listener
-from .loop_checks import check_user_code, plain, refusing_used_graphs
+from .loop_checks import OneThread, check_user_code, plain, refusing_used_graphs
 from .meeting import Meeting
 from .placement import Ranked
 from .rehearsals import Answered, FirstRun, Part
@@ -36,26 +35,6 @@ from .release import Share
 from .state import Setup, State, StepSums, while_alive
 
 Run = Generator[Pending | None, Tensor, StepSums | None]
-
-
-class OneThread:
-    """Refuses a second thread inside of its ``with`` block."""
-
-    def __init__(self) -> None:
-        self._in_use = threading.RLock()  # not held while the user's loop runs
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Enters, unless another thread is inside."""
-        if not self._in_use.acquire(blocking=False):
-            raise Refused(
-                "PrivateTraining: two threads use one training at the same time, so that a batch could enter its sum "
-                "twice. Nothing was released for the second call. Iterate and call step in the same thread."
-            )
-        try:
-            yield
-        finally:
-            self._in_use.release()
 
 
 class StepRun:
@@ -279,6 +258,11 @@ class StepRun:
             contexts.close()
             if numbers is not None:
                 numbers.close()
+
+    def present_turn(self) -> tuple[int, int, int] | None:
+        """Returns what identifies the turn that waits for its losses, or None."""
+        part = self.part
+        return None if self.pending is None or part is None else (self._state.step, part.number, self.turns_made)
 
     @contextmanager
     def recorded(self, pending: Pending) -> Iterator[None]:
