@@ -366,7 +366,7 @@ class PrivateTraining(Reporting):
                 self._runs.meeting.end_loop()
                 yield from self._handed_out_by(runs.observed(self._runs.listener.batches_at_end(state)), loop)
                 try:
-                    state.rehearsals.watch.judge(at_end=True)
+                    state.rehearsals.watch.suspects.judge(at_end=True)
                     self._runs.listener.at_end(self)
                 except Exception:
                     self._write_at_end()

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows that a variable of the loop that enters losses follows from the step count or from the released weights."""
+"""Judges variables of the loop that enter losses: each must follow from the step count or from the released weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..model_check.rehearsal.comparison import CARRIES, quoted
 from ..support.contents import MISSING, same
+from ..support.validate import Refused
+from ..support.warning import warn
 from .loop_contents import content_of, sampled
 from .loop_variables import Variable
 
@@ -20,6 +24,22 @@ FEW_NUMBERS = 64  # numbers of each tensor that are compared after every step
 LONGEST_PERIOD = 16  # steps
 
 Verdict = bool | None  # True: it follows; False: it does not; None: not known yet
+
+REFUSED = (
+    "PrivateTraining: the losses depend on {}, which the loop changes between a batch and its step and keeps for later "
+    f"batches, {CARRIES}. Compute it anew in every turn, before it is read, from training.step_count, the released "
+    "weights or the example's own data; or leave it out."
+)
+WARNED = (
+    "PrivateTraining: the losses depend on {}, which the loop changes between batches. If private data enter there "
+    "(losses, labels, activations or counts of earlier batches), later releases depend on them without noise, and no "
+    "epsilon covers that: the privacy statement says so under not_covered. Compute it in every turn from "
+    "training.step_count, from the released weights or from public data; or leave it out."
+)
+NOT_COVERED = (
+    "the loop's variable {!r}, on which losses depend: it changes between batches, and was not shown to follow from "
+    "the step count or the released weights alone"
+)
 
 
 class Suspect:
@@ -184,6 +204,102 @@ def are_averaged(before: Sequence[Tensor], now: Sequence[Tensor], weights: Seque
     a = float((new - w) @ span / (span @ span)) if bool(span.any()) else 0.0
     allowed = ROUNDING * eps * torch.stack([old.abs(), new.abs(), w.abs()]).amax(0)
     return bool(((new - w - a * span).abs() <= allowed).all())
+
+
+class Suspects:
+    """The variables on which losses were found to depend, until each is shown to follow or not.
+
+    Attributes:
+        found: so far.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self.found: list[Suspect] = []
+
+    @property
+    def not_covered(self) -> list[str]:
+        """Returns what the privacy statement says about them."""
+        named = [suspect.name for suspect in self.found if suspect.verdict is not True]
+        return [NOT_COVERED.format(name) for name in dict.fromkeys(named)]
+
+    @property
+    def are_clear(self) -> bool:
+        """True if losses depend on no variable that may carry data."""
+        return all(suspect.verdict is True for suspect in self.found)
+
+    @property
+    def keys(self) -> set[tuple[str, str]]:
+        """Returns the keys of their variables."""
+        return {key for suspect in self.found for key in suspect.keys}
+
+    def renew(self, variables: Mapping[tuple[str, str], Variable]) -> None:
+        """Takes note of where the variables are now."""
+        for suspect in self.found:
+            suspect.renew(variables)
+
+    def observe(self, step: int) -> None:
+        """Compares them with step count and weights, and judges."""
+        if self.found:
+            weights: dict[str, Tensor] = dict(self._model.named_parameters())
+            weights |= dict(self._model.named_buffers())
+            for suspect in self.found:
+                suspect.observe(step, weights)
+            self.judge()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notes which suspects change inside of the ``with`` block, which begins and ends with a turn."""
+        for suspect in self.found:
+            suspect.begin_turn()
+        try:
+            yield
+        finally:
+            for suspect in self.found:
+                suspect.end_turn()
+
+    def judge(self, *, at_end: bool = False) -> None:
+        """Refuses or warns, once, of what does not follow from step count or weights."""
+        refused = [s for s in self.found if s.verdict is False and s.changes_in_turn]
+        if refused:
+            self.found = [s for s in self.found if s not in refused]  # the loop may be corrected and go on
+            raise Refused(REFUSED.format(quoted([*dict.fromkeys(s.name for s in refused)])))
+        named = [s for s in self.found if not s.is_named and (s.verdict is False or (at_end and s.verdict is None))]
+        for suspect in named:
+            suspect.is_named = True
+        if named:
+            warn(WARNED.format(quoted([*dict.fromkeys(suspect.name for suspect in named)])))
+
+    def release(self) -> None:
+        """Lets go of the frames of the loop."""
+        for suspect in self.found:
+            suspect.release()
+
+
+class Counts:
+    """The whole numbers among the loop's variables, which may count its steps."""
+
+    def __init__(self) -> None:
+        self._points: dict[tuple[str, str], list[tuple[int, int]]] = {}  # steps and numbers
+
+    def note(self, variables: Mapping[tuple[str, str], Variable], step: int) -> None:
+        """Notes the present numbers."""
+        for key, variable in variables.items():
+            value = variable.read()
+            if isinstance(value, int):
+                self._points.setdefault(key, []).append((step, value))
+
+    def has(self, key: tuple[str, str], step: int, value: Any) -> bool:
+        """True if this value, and those noted before, are a count of steps."""
+        return isinstance(value, int) and is_count([*self._points.get(key, []), (step, value)])
+
+
+def grouped(others: Sequence[tuple[Variable, Any]]) -> list[list[tuple[Variable, Any]]]:
+    """Returns variables, each with an earlier content, by what can only be suspected together: those of one object."""
+    groups: dict[tuple[str, str], list[tuple[Variable, Any]]] = {}
+    for variable, content in others:
+        groups.setdefault((variable.scope, variable.group), []).append((variable, content))
+    return [*groups.values()]
 
 
 def is_count(points: list[tuple[int, int]]) -> bool:

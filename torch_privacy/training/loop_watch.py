@@ -16,20 +16,19 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from ..model_check.rehearsal.comparison import CARRIES, AnswerComparison, quoted
+from ..model_check.rehearsal.comparison import AnswerComparison
 from ..model_check.rehearsal.turn import Answers, Turn
 from ..sampling.variants import DatasetExamples
 from ..support.contents import MISSING, same
 from ..support.model_state import ModelState
 from ..support.validate import Refused
-from ..support.warning import warn
 from .bystanders import OtherOptimizers
 from .loop_contents import Exchange, content_of
 from .loop_rows import OtherRows, reads_others
-from .loop_suspects import Suspect, is_count
+from .loop_suspects import Counts, Suspect, Suspects, grouped
 from .loop_variables import (
     Finder,
     Variable,
@@ -44,22 +43,6 @@ MOST_RUNS = 40  # to find out on which variables losses depend
 Script = Generator[Turn, Answers, None]
 _Key = tuple[str, str]
 _Other = tuple[Variable, Any]  # a variable and its earlier content
-
-REFUSED = (
-    "PrivateTraining: the losses depend on {}, which the loop changes between a batch and its step and keeps for later "
-    f"batches, {CARRIES}. Compute it anew in every turn, before it is read, from training.step_count, the released "
-    "weights or the example's own data; or leave it out."
-)
-WARNED = (
-    "PrivateTraining: the losses depend on {}, which the loop changes between batches. If private data enter there "
-    "(losses, labels, activations or counts of earlier batches), later releases depend on them without noise, and no "
-    "epsilon covers that: the privacy statement says so under not_covered. Compute it in every turn from "
-    "training.step_count, from the released weights or from public data; or leave it out."
-)
-NOT_COVERED = (
-    "the loop's variable {!r}, on which losses depend: it changes between batches, and was not shown to follow from "
-    "the step count or the released weights alone"
-)
 
 
 class LoopWatch:
@@ -81,10 +64,10 @@ class LoopWatch:
     ):
         self._model, self._excluded, self._optimizer = model, excluded, optimizer
         self.moving: set[str] = set()  # frozen parameters of the model that the loop changes, such as a teacher's
-        self.suspects: list[Suspect] = []
+        self.suspects = Suspects(model)
         self.others = others
         self._earlier: Mapping[_Key, Any] | None = None  # contents at an earlier rehearsed batch
-        self._counts: dict[_Key, list[tuple[int, int]]] = {}  # whole numbers at steps
+        self._counts = Counts()
         self._of_model: dict[_Key, Variable] = {}  # attributes of the model that the loop's code names
         self._left: dict[_Key, Any] = {}  # their contents when the last batch ended, if it was rehearsed in full
         self._written: set[_Key] = set()  # those that the loop writes between batches
@@ -92,8 +75,7 @@ class LoopWatch:
     @property
     def not_covered(self) -> list[str]:
         """Returns what the privacy statement says about variables on which losses depend."""
-        named = [suspect.name for suspect in self.suspects if suspect.verdict is not True]
-        return [NOT_COVERED.format(name) for name in dict.fromkeys(named)] + self.others.not_covered
+        return self.suspects.not_covered + self.others.not_covered
 
     # Batches
 
@@ -106,12 +88,11 @@ class LoopWatch:
         the whole rehearsal is made again with turns that are apart, to find the cause.
         """
         found = self.variables(examples)
-        for suspect in self.suspects:
-            suspect.renew(found)
-        self._observe(step)
+        self.suspects.renew(found)
+        self.suspects.observe(step)
         before = {key: content_of(variable.read()) for key, variable in found.items()}
         earlier = before if self._earlier is None else self._earlier
-        self._note_counts(found, step)
+        self._counts.note(found, step)
         self._earlier, private = before, OtherRows(examples, often=not rows)
         script = turns()
         turn = next(script)
@@ -154,7 +135,7 @@ class LoopWatch:
                     return False
                 if is_first:
                     turn.prepare, is_first = partial(_call, put_back, turn.prepare), False
-                turn.around = self.watching if turn.is_batch and self.suspects else None
+                turn.around = self.suspects.watching if turn.is_batch and self.suspects.found else None
                 answers = yield turn
         except StopIteration:
             passed = True
@@ -169,47 +150,11 @@ class LoopWatch:
     def watched(self, turn: Turn, step: int) -> Script:
         """Yields the turn of a batch that is not rehearsed; sees what becomes of variables on which losses depend."""
         self._left = {}
-        self._observe(step)
-        if self.suspects:
-            turn.around = self.watching
+        self.suspects.observe(step)
+        if self.suspects.found:
+            turn.around = self.suspects.watching
         yield turn
-        self.judge()
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Notes which suspects change inside of the ``with`` block, which begins and ends with a turn."""
-        for suspect in self.suspects:
-            suspect.begin_turn()
-        try:
-            yield
-        finally:
-            for suspect in self.suspects:
-                suspect.end_turn()
-
-    def _observe(self, step: int) -> None:
-        if self.suspects:
-            weights: dict[str, Tensor] = dict(self._model.named_parameters())
-            weights |= dict(self._model.named_buffers())
-            for suspect in self.suspects:
-                suspect.observe(step, weights)
-            self.judge()
-
-    def judge(self, *, at_end: bool = False) -> None:
-        """Refuses or warns, once, of what does not follow from step count or weights."""
-        refused = [s for s in self.suspects if s.verdict is False and s.changes_in_turn]
-        if refused:
-            self.suspects = [s for s in self.suspects if s not in refused]  # the loop may be corrected and go on
-            raise Refused(REFUSED.format(quoted([*dict.fromkeys(s.name for s in refused)])))
-        named = [s for s in self.suspects if not s.is_named and (s.verdict is False or (at_end and s.verdict is None))]
-        for suspect in named:
-            suspect.is_named = True
-        if named:
-            warn(WARNED.format(quoted([*dict.fromkeys(suspect.name for suspect in named)])))
-
-    @property
-    def is_clear(self) -> bool:
-        """True if losses depend on no variable that may carry data."""
-        return all(suspect.verdict is True for suspect in self.suspects)
+        self.suspects.judge()
 
     def forget(self) -> None:
         """Forgets earlier contents after a refusal: with them, the code that was refused might run again."""
@@ -222,8 +167,7 @@ class LoopWatch:
     def end_loop(self) -> None:
         """Lets go of the frames of the loop."""
         self.others.end_loop()
-        for suspect in self.suspects:
-            suspect.release()
+        self.suspects.release()
 
     # Variables
 
@@ -242,12 +186,6 @@ class LoopWatch:
         known = {id(t) for t in (*model.parameters(), *model.buffers())} | self.others.parameters
         return {variable.key: variable for variable in found if not _holds_only(variable.read(), known)}
 
-    def _note_counts(self, found: Mapping[_Key, Variable], step: int) -> None:
-        for key, variable in found.items():
-            value = variable.read()
-            if isinstance(value, int):
-                self._counts.setdefault(key, []).append((step, value))
-
     def changed(
         self, found: Mapping[_Key, Variable], earlier: Mapping[_Key, Any], step: int, private: OtherRows
     ) -> tuple[list[_Other], list[Variable]]:
@@ -256,13 +194,13 @@ class LoopWatch:
         Those that have not changed are exchanged if they have private rows of other examples.
         """
         unchanged = private.attributes
-        others, kept, known = [], [], set().union(*(suspect.keys for suspect in self.suspects))
+        others, kept, known = [], [], self.suspects.keys
         for key, variable in found.items():
             content, value = earlier.get(key, MISSING), variable.read()
             if content is not MISSING and same(value, content):
                 unchanged.append(variable)
                 continue
-            if key in known or (isinstance(value, int) and is_count([*self._counts.get(key, []), (step, value)])):
+            if key in known or self._counts.has(key, step, value):
                 kept.append(variable)
             else:
                 others.append((variable, content))
@@ -334,11 +272,11 @@ class _Runs:
             if self._moves(control, answers):
                 self._watch._earlier = self._earlier  # the next rehearsal judges what this one could not
             else:
-                groups = [*_grouped(self._others).values()]
+                groups = grouped(self._others)
                 culprits = yield from self._search(groups, answers, rows=rows)
                 yield from self._check_rows(culprits, answers, rows=rows)
-                self._watch.suspects += [self._suspect(group) for group in culprits]
-                self._watch._observe(self._step)
+                self._watch.suspects.found += [self._suspect(group) for group in culprits]
+                self._watch.suspects.observe(self._step)
             turn = Turn(self._examples.batch, self._examples.count, is_batch=True, prepare=self._before.restore)
             yield self._after_exchange(turn)
 
@@ -403,7 +341,7 @@ class _Runs:
         begun = [(variable, content_of(variable.read())) for variable, _ in self._others]
         self._batch_turn = Exchange([], [variable for variable, _ in begun] + self._kept)
         self._batch_turn.enter()
-        with self._watch.watching():
+        with self._watch.suspects.watching():
             yield
         self._in_turn |= {variable.key for variable, content in begun if not same(variable.read(), content)}
 
@@ -450,13 +388,6 @@ class _Runs:
 def _may_be_read(other: _Other) -> bool:
     """True for what items may depend on: private rows and numbers, not caches of items."""
     return isinstance(other[1], OtherRows) or is_small(other[0].read())
-
-
-def _grouped(others: list[_Other]) -> dict[tuple[str, str], list[_Other]]:
-    groups: dict[tuple[str, str], list[_Other]] = {}
-    for other in others:
-        groups.setdefault((other[0].scope, other[0].group), []).append(other)
-    return groups
 
 
 def _holds_only(value: Any, known: Collection[int]) -> bool:

@@ -289,7 +289,7 @@ class Rehearsals:
             self.code.add(code, part.examples.count)
             if part.first is not None:  # it gave the same answers
                 self.code.add_features(part.first.features, part.examples.count)
-            self.last_passed = step if self.watch.is_clear else self.last_passed
+            self.last_passed = step if self.watch.suspects.are_clear else self.last_passed
 
     def note_refused(self, error: Refused, step: int) -> Coupled | None:
         """Remembers which releases may leak if this refusal of a step shows that examples depend on each other.
