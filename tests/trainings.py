@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
-from torch_privacy.mechanisms.summation import COUNT
+from torch_privacy.mechanisms.sums import COUNT
 from torch_privacy.noise import Noise
 from torch_privacy.sampling.poisson import Poisson
 

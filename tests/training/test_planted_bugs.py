@@ -17,7 +17,7 @@ from torch_privacy import privacy
 from torch_privacy.jacobian.rows.blocks import Block
 from torch_privacy.jacobian.rows.operator import Jacobian
 from torch_privacy.mechanisms.gep.mechanism import _EmbeddingAndResidual
-from torch_privacy.mechanisms.summation import BoundCheck
+from torch_privacy.mechanisms.sums import BoundCheck
 from torch_privacy.sampling.poisson import Poisson
 from torch_privacy.training.release import Releases
 

@@ -32,7 +32,7 @@ from trainings import (
 
 import torch_privacy as tp
 from torch_privacy.mechanisms.base import PRICED_ROUNDING
-from torch_privacy.mechanisms.summation import ROUNDING, BoundCheck
+from torch_privacy.mechanisms.sums import ROUNDING, BoundCheck
 
 
 def test_step_releases_clipped_sum_plus_noise_over_expected_batch_size():

@@ -22,7 +22,7 @@ from ..support.model_state import ModelTensors
 from ..support.units import ONE_EXAMPLE
 from ..support.validate import Refused, positive, quoted
 from .clipping import Adaptive, ClippingRule, Groups, MicroBatches
-from .summation import COUNT, ROUNDING, ClippedSummation, Recording, Summation, merging_of_views
+from .sums import COUNT, ROUNDING, ClippedSummation, Recording, Summation, merging_of_views
 
 RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # of sensitivities and events; they are those of zero-out, too
 PRICED_ROUNDING = 1 + 2.1e-5  # smallest factor on the noise, so that its multiplier is that of rows that exceed it

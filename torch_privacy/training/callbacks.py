@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..mechanisms.summation import Summation
+from ..mechanisms.sums import Summation
 from ..support.ranks import Ranks
 from .listeners import Listener
 from .release import Share

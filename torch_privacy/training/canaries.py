@@ -16,7 +16,7 @@ from ..jacobian.tape import Tape
 from ..mechanisms.base import Mechanism, added
 from ..mechanisms.clipping import MicroBatches
 from ..mechanisms.estimated_norms import Sketched
-from ..mechanisms.summation import Recording, Summation
+from ..mechanisms.sums import Recording, Summation
 from ..model_check.rehearsal.turn import Turn
 from ..sampling.batches import Batches, BatchRequest, split
 from ..sampling.canaries import WithCanaries

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..mechanisms.summation import Recording
+from ..mechanisms.sums import Recording
 from ..model_check.rehearsal.turn import Turn
 from ..support.model_state import MutationGuard
 from ..support.random_state import SeededRandomNumbers, is_recording_disabled

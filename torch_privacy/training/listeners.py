@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..mechanisms.summation import Summation
+from ..mechanisms.sums import Summation
 from .rehearsals import Part
 from .release import Share
 from .state import State

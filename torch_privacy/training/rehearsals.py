@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..jacobian.recording.coverage import CodePath, RehearsedCode
-from ..mechanisms.summation import Summation
+from ..mechanisms.sums import Summation
 from ..model_check.rehearsal.comparison import ALIKE, NEGLIGIBLE, not_repeated, repeats, shows_dependence
 from ..model_check.rehearsal.kept import draw_few, draw_halves, without_ends
 from ..model_check.rehearsal.rehearsal import Rehearsal, RehearsalMemory

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from .. import privacy
-from ..mechanisms.summation import Summation
+from ..mechanisms.sums import Summation
 from ..privacy.summary import Releases, summarize
 from ..runs.folder import RunFolder
 from ..runs.metrics import Log, Metrics, has_diverged

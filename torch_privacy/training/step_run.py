@@ -12,7 +12,7 @@ from torch import Tensor
 from ..jacobian.parallel.shards import whole_losses
 from ..jacobian.recording.paths import check_losses
 from ..jacobian.tape import Tape
-from ..mechanisms.summation import Recording, Summation
+from ..mechanisms.sums import Recording, Summation
 from ..model_check.rehearsal.row_digests import RowAnswers
 from ..model_check.rehearsal.turn import Answers, Turn
 from ..sampling.batches import BatchRequest

@@ -18,7 +18,7 @@ from ...support.units import ONE_EXAMPLE
 from ...support.validate import Refused
 from ..base import ClippedSum
 from ..clipping import Flat
-from ..summation import ClippedSummation, Recording, Summation, checked_factors
+from ..sums import ClippedSummation, Recording, Summation, checked_factors
 from .directions import Directions
 from .projected import Projector
 from .settings import Sketched

@@ -20,7 +20,7 @@ from ...support.units import ONE_EXAMPLE
 from ...support.validate import Refused
 from ..base import RELATION, Mechanism, sums_or_zeros
 from ..clipping import ClippingRule
-from ..summation import BoundCheck, Summation, checked_factors
+from ..sums import BoundCheck, Summation, checked_factors
 from .anchors import Anchors
 from .basis import Basis
 from .settings import BGEP, GEP
