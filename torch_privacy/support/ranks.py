@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import pickle  # pickle: messages between ranks, which trust each other: gradients could lie, too
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -33,6 +35,30 @@ class RankLost(RuntimeError):
     """Raised where another rank ended, or has not answered in time."""
 
 
+class MessageGroup:
+    """A process group for messages alone, which is closed before the interpreter ends.
+
+    A thread of gloo frees a message's tensors a moment after it was received. If the interpreter has ended by then, the
+    process aborts, although all was done (torch's pull request 179291). To drop the group waits for these threads.
+    """
+
+    def __init__(self, group: Any):
+        self.group = group
+        atexit.register(_close, weakref.ref(self))
+
+    def close(self) -> None:
+        """Closes the connections; nothing can be sent any more."""
+        group, self.group = self.group, None
+        if group is not None:  # None would close all groups
+            with suppress(Exception):  # the user has closed it with all others
+                dist.destroy_process_group(group)
+
+
+def _close(group: weakref.ref[MessageGroup]) -> None:
+    if (found := group()) is not None:
+        found.close()
+
+
 class Ranks:
     """The processes of a training, each a rank, and what they tell each other.
 
@@ -42,14 +68,14 @@ class Ranks:
     on the processor, so that they are never taken for those of the user's code.
 
     Args:
-        group: process group of the messages; None for a single process, which agrees with itself at no cost.
+        messages: their process group; None for a single process, which agrees with itself at no cost.
         where: name of the caller, with which its refusals begin.
     """
 
-    def __init__(self, group: Any = None, where: str = "PrivateTraining"):
-        self._group, self._where = group, where
-        self.size: int = 1 if group is None else dist.get_world_size(group)
-        self.rank: int = 0 if group is None else dist.get_rank(group)
+    def __init__(self, messages: MessageGroup | None = None, where: str = "PrivateTraining"):
+        self._messages, self._where = messages, where
+        self.size: int = 1 if messages is None else dist.get_world_size(messages.group)
+        self.rank: int = 0 if messages is None else dist.get_rank(messages.group)
         self._are_apart = False  # True after an error: they no longer wait for each other
         self._is_cut_off = False  # True after communication has failed: it never works again
 
@@ -63,6 +89,10 @@ class Ranks:
             return cls(where=where)
         with communicating(where):
             return cls(NOTES.of(dist.group.WORLD, _group_of_all), where)
+
+    @property
+    def _group(self) -> Any:
+        return None if self._messages is None else self._messages.group
 
     @property
     def is_first(self) -> bool:
@@ -267,10 +297,9 @@ class Ranks:
     def _cut_off(self) -> None:
         """Closes the connections of the messages, so that ranks that wait for this one learn of it, too."""
         self._are_apart = self._is_cut_off = True
-        with suppress(Exception):
-            dist.destroy_process_group(self._group)
+        if self._messages is not None:
+            self._messages.close()
         NOTES.forget(dist.group.WORLD)
-        self._group = None
 
     def _wait(self, communicate: Callable[[], Any], patience: float | None = None) -> None:
         with self.communicating(), communicating(self._where):
@@ -304,17 +333,18 @@ class Ranks:
 
 def messages_of(group: Any) -> Any:
     """Returns a group of the same ranks with collectives on the processor, so that nothing waits for a GPU."""
-    return group if "gloo" in str(dist.get_backend(group)) else NOTES.of(group, _group_of_some)
+    return group if "gloo" in str(dist.get_backend(group)) else NOTES.of(group, _group_of_some).group
 
 
-def _group_of_some(group: Any) -> Any:
-    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+def _group_of_some(group: Any) -> MessageGroup:
+    ranks = dist.get_process_group_ranks(group)
+    return MessageGroup(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
 
 
-def _group_of_all(default: Any) -> Any:
-    """Returns a group of all ranks for messages alone: every rank must make it."""
+def _group_of_all(default: Any) -> MessageGroup:
+    """Returns a group of all ranks: every rank must make it."""
     kind = "fake" if dist.get_backend() == "fake" else "gloo"
-    return dist.new_group(backend=kind, timeout=_chosen_timeout(default))
+    return MessageGroup(dist.new_group(backend=kind, timeout=_chosen_timeout(default)))
 
 
 @contextmanager
