@@ -22,7 +22,7 @@ def prices(noise: float, num_bins: int, epochs: int = 1, delta: float = DELTA) -
 
 def of_one_direction(noise: float, num_bins: int, *, swapped: bool) -> list[float]:
     """Returns ε of the lower and of the upper pair, without the other direction."""
-    bounds = privacy.events.base.PAIRS[privacy.BallsAndBins](privacy.BallsAndBins(noise, num_bins))
+    bounds = privacy.BallsAndBins(noise, num_bins).dominating_pair()
 
     def epsilon(pair) -> float:
         def excess(epsilon: float) -> float:
