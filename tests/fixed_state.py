@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 
 @contextmanager
@@ -30,5 +31,6 @@ def fixed_state(name: str, device: Any = None) -> Iterator[None]:
         patch.setattr(secrets, "randbits", drawn_by_system.getrandbits)
         patch.setattr("torch_privacy.jacobian.layouts.codes.system_seed", lambda: drawn_by_system.getrandbits(53))
         yield
+    _global_optimizer_post_hooks.clear()  # of a training that was left within its loop, and is not collected yet
     torch.set_default_device(None)
     torch.set_default_dtype(torch.float32)
