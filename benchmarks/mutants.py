@@ -33,6 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "torch_privacy"
 SECONDS = 240  # for the tests of one mutant
+FILES = 12
 SWAPPED = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -157,7 +158,8 @@ def run(arguments: argparse.Namespace) -> None:
         folder = Path(name) / "repository"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
         (Path(name) / "shared").symlink_to(ROOT.parent / "shared")
-        for mutant in drawn(arguments.count, arguments.seed):
+        part, of = arguments.part
+        for mutant in drawn(arguments.count, arguments.seed)[part::of]:
             known = {row["set"]: row for row in rows if row["mutant"] == asdict(mutant)}
             kind = "thorough" if arguments.thorough else "test"
             if kind in known or (arguments.thorough and known.get("test", {"killed": True})["killed"]):
@@ -166,7 +168,7 @@ def run(arguments: argparse.Namespace) -> None:
             source = path.read_bytes()
             path.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
             begin = time.monotonic()
-            files = tests_for(mutant)
+            files = tests_for(mutant)[: arguments.files]
             failed = failure(folder, files, thorough=arguments.thorough, seconds=arguments.seconds)
             path.write_bytes(source)
             row = {"mutant": asdict(mutant), "set": kind, "killed": bool(failed), "by": failed}
@@ -198,7 +200,9 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("mutants.jsonl"))
     parser.add_argument("--count", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--files", type=int, default=FILES, help="test files for each mutant")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each mutant")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("K", "OF"), help="every OF-th mutant")
     parser.add_argument(
         "--thorough", action="store_true", help="survivors, with what make test leaves out of the files"
     )

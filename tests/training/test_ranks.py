@@ -85,7 +85,7 @@ def test_four_ranks_give_the_weights_of_one_process(ranks4, name, how):
     assert_as_in_one_process(ranks4, name, how, noise_multiplier=HARDLY_ANY_NOISE)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", FOUR)
 @pytest.mark.parametrize("name", ["uneven", "one example a step"])
 def test_four_ranks_make_the_noise_of_one_process(ranks4, name, how):
