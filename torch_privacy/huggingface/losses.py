@@ -80,7 +80,7 @@ def per_example_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 class _Comparison:
-    """Whether a model's own loss was compared with its per-example losses."""
+    """Notes whether a model's own loss was compared with its per-example losses."""
 
     def __init__(self, model: nn.Module):
         self.is_made = False

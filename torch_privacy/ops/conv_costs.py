@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each method of a convolution's block costs for one example: a function of the sizes alone."""
+"""Computes what each method of a convolution's block costs for one example: a function of the sizes alone."""
 
 from __future__ import annotations
 
