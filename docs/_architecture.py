@@ -50,8 +50,8 @@ JOINS = {  # module -> its place in the picture
     "training.step_run": (4.2, 2.75),
     "training.releaser": (9.4, 2.75),
     "jacobian.tape": (2.9, 1.55),
-    "mechanisms.base": (5.9, 1.75),
-    "mechanisms.sums": (8.8, 1.75),
+    "mechanisms.base": (8.8, 1.75),
+    "mechanisms.sums": (5.9, 1.75),
     "training.release": (11.7, 1.75),
 }
 INK, PAPER, LINE, ACCENT, BAND = "#1f2430", "#ffffff", "#8d97ab", "#3f51b5", "#eef0f7"
