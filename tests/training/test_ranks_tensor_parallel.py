@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tensor-parallel model gets the weights that one process gives it, noise included, and refuses what cannot be."""
 
+import itertools
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -189,12 +190,8 @@ def test_sharded_shards_are_those_of_one_process(ranks2, mesh, case):
     assert_as_in_one_process(ranks2, case, mesh, "adam")
 
 
-FEW = [case if k < 4 else pytest.param(case, marks=pytest.mark.thorough) for k, case in enumerate(models.CASES)]
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("noise", [pytest.param(1.0, marks=pytest.mark.thorough), HARDLY_ANY_NOISE])
-@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize(("case", "noise"), [*zip(models.CASES, itertools.cycle([HARDLY_ANY_NOISE, 1.0]))])
 def test_four_ranks_give_the_weights_of_one_process(ranks4, case, noise):
     assert_as_in_one_process(ranks4, case, (2, 2), noise_multiplier=noise)
 
