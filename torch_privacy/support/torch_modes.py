@@ -110,23 +110,35 @@ class _ForAllThreads:
         self._inside: dict[Change, int] = {}
         self._undo: dict[Change, Callable[[], object]] = {}
 
-    @contextmanager
-    def changed(self, change: Change) -> Iterator[None]:
-        """Makes a change inside, unless it is made; it returns what undoes it, or None if it cannot be made yet."""
+    def enter(self, change: Change) -> None:
+        """Makes a change, unless it is made; it returns what undoes it, or None if it cannot be made yet."""
         with self._lock:
             self._inside[change] = self._inside.get(change, 0) + 1
             if change not in self._undo and (undo := change()) is not None:
                 self._undo[change] = undo
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside[change] -= 1
-                if not self._inside[change] and change in self._undo:
-                    self._undo.pop(change)()
+
+    def leave(self, change: Change) -> None:
+        """Undoes a change, if no other is inside."""
+        with self._lock:
+            self._inside[change] -= 1
+            if not self._inside[change] and change in self._undo:
+                self._undo.pop(change)()
 
 
 _FOR_ALL_THREADS = _ForAllThreads()
+
+
+class _Changed(AbstractContextManager[None]):
+    """Has a change made inside; may be entered again."""
+
+    def __init__(self, change: Change):
+        self._change = change
+
+    def __enter__(self) -> None:
+        _FOR_ALL_THREADS.enter(self._change)
+
+    def __exit__(self, *error: object) -> None:
+        _FOR_ALL_THREADS.leave(self._change)
 
 
 @contextmanager
@@ -136,7 +148,7 @@ def uncompiled() -> Iterator[None]:
     A parameter that the forward parametrizes, as adapters of single parameters do, is not set to itself: torch would
     count that as a write, after which it is no longer known for the same parameter.
     """
-    with _FOR_ALL_THREADS.changed(_set_others_alone), _FOR_ALL_THREADS.changed(_run_eagerly):
+    with _Changed(_set_others_alone), _Changed(_run_eagerly):
         yield
 
 
@@ -194,7 +206,7 @@ def full_precision(device: torch.device) -> AbstractContextManager:
     A row's norm and its part of the clipped sum come from different products of the same factors. If these are rounded
     to 10 bits, the part exceeds the clip norm by up to 4e-4; in float32 by 2e-7.
     """
-    return _FOR_ALL_THREADS.changed(_compute_fully) if device.type != "cpu" or _is_coarse_on_cpu() else nullcontext()
+    return _Changed(_compute_fully) if device.type != "cpu" or _is_coarse_on_cpu() else nullcontext()
 
 
 def _compute_fully() -> Callable[[], object]:
