@@ -241,17 +241,17 @@ ALL_METHODS = tp.ops.linear.Linear.methods
 
 
 WAITS = {  # name -> (settings, places at which a settled step waits, besides noise and the loop itself)
-    **{name: (name, {}, {"mechanisms/base.py": 1, "training/release.py": 1}) for name in NETWORKS},
+    **{name: (name, {}, {"mechanisms/sums.py": 1, "training/release.py": 1}) for name in NETWORKS},
     "adaptive": (
         "mlp",
         {"clipping": tp.Adaptive(0.5, count_noise_stddev=4.0)},
-        {"mechanisms/base.py": 1, "training/release.py": 1},
+        {"mechanisms/sums.py": 1, "training/release.py": 1},
     ),
     "per layer": ("mlp", {"clipping": tp.PerLayer(0.5)}, {"mechanisms/base.py": 2, "training/release.py": 1}),
     "microbatches": (
         "mlp",
         {"performance": tp.Performance(microbatch_size=100)},
-        {"mechanisms/base.py": 1, "training/release.py": 1},
+        {"mechanisms/sums.py": 1, "training/release.py": 1},
     ),
     "sketched": (
         "mlp",
