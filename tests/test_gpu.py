@@ -247,7 +247,7 @@ WAITS = {  # name -> (settings, places at which a settled step waits, besides no
         {"clipping": tp.Adaptive(0.5, count_noise_stddev=4.0)},
         {"mechanisms/sums.py": 1, "training/release.py": 1},
     ),
-    "per layer": ("mlp", {"clipping": tp.PerLayer(0.5)}, {"mechanisms/base.py": 2, "training/release.py": 1}),
+    "per layer": ("mlp", {"clipping": tp.PerLayer(0.5)}, {"mechanisms/sums.py": 2, "training/release.py": 1}),
     "microbatches": (
         "mlp",
         {"performance": tp.Performance(microbatch_size=100)},
