@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import copy
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -140,3 +141,19 @@ def test_counts_that_are_no_counts_are_refused(place):
     for pairs in (None, EVENTS[0], [EVENTS[0]], [(EVENTS[0],)]):
         with pytest.raises(ValueError, match="must be pairs"):
             place(pairs)
+
+
+def test_any_callable_states_the_price_of_an_event():
+    """A function becomes a method by itself; a partial does not."""
+    pair = privacy.Gaussian(2.0).dominating_pair()
+
+    @privacy.priced(functools.partial(lambda of_all, event: of_all, pair))
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class ByPartial(privacy.Event):
+        neighboring_relation = privacy.NeighboringRelation.ADD_OR_REMOVE_ONE
+        sampler = "full batch"
+
+    try:
+        assert ByPartial().dominating_pair() is pair
+    finally:
+        privacy.events.base.EVENTS.pop("ByPartial")

@@ -159,7 +159,7 @@ def priced(dominating_pair: "Callable[[Any], DominatingPair | PairBounds]") -> C
                 f"priced: an event type named {kind.__name__!r} exists already: {known!r}. Choose another name."
             )
         EVENTS[kind.__name__] = plain_numbers(kind)
-        kind.dominating_pair = dominating_pair  # pyright: ignore[reportAttributeAccessIssue]
+        kind.dominating_pair = lambda self: dominating_pair(self)  # binds any callable, such as a partial or a class
         return kind
 
     return register

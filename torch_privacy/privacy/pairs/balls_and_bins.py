@@ -152,7 +152,7 @@ class Law(ABC):
         return self._placed(self.sigma, count, base, step, (at - low) * (self.step / step), mass, (lost, infinite))
 
     def times(self, number: int) -> Self:
-        """Returns the law of the sum of so many independent ones."""
+        """Returns the law of the sum of ``number`` independent copies."""
         if number == 1:
             return self
         half = self.times(number // 2)
