@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Breaks the code at many places, one at a time, and counts which of these mutants the tests notice.
 
-    python benchmarks/mutants.py run --log mutants.jsonl --count 150     # the tests of `make test`
-    python benchmarks/mutants.py run --log mutants.jsonl --thorough      # on those that survived: the others
+    python benchmarks/mutants.py run --log mutants.jsonl --count 150
     python benchmarks/mutants.py table --log mutants.jsonl
 
 A mutant swaps a comparison, an operator, ``and`` and ``or``, a condition and its opposite, changes a number by one, or
 drops a statement that raises. The draw gives each room its share of lines. A mutant runs in a copy of the repository,
-until a test fails or the time is over: first the test file with the name of its own, then files of the same room and
-others that name what its module defines. With ``--thorough``, survivors run what `make test` leaves out of the same
-files. Some mutants cannot be noticed, because they change speed or a message only, so what counts is the share of those
-that `make thorough` notices and `make test` does not. The log names the tests that failed; see that they pass without.
+until a test fails or the time is over: all cases of the test file with the name of its own, of files of the same room
+and of others that name what its module defines, and of these the cases of `make test` first. Some mutants cannot be
+noticed, because they change speed or a message only, so what counts is the share of those that `make thorough` notices
+and `make test` does not. The log names the tests that failed; see that they pass without.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -119,20 +119,38 @@ def drawn(count: int, seed: int) -> list[Mutant]:
 # Running --------------------------------------------------------------------------------------------------------------
 
 
-def failure(folder: Path, files: list[str], *, thorough: bool, seconds: float) -> str:
-    """Returns the name of the first test that fails in a copy of the repository; "" if none does before the time."""
+@dataclass(frozen=True)
+class Outcome:
+    """What the tests said of a mutant: the first that failed, and where it stands among all cases."""
+
+    failed: str  # "" if none did
+    of_make_test: bool  # whether `make test` has the case that failed
+    timed_out: bool
+
+
+def outcome(folder: Path, files: list[str], seconds: float) -> Outcome:
+    """Runs every case of these files in a copy of the repository, those of `make test` first, until one fails."""
     paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
-    command += ["--thorough"] if thorough else []
+    command = [sys.executable, "-m", "pytest", "-x", "--all", "-p", "no:cacheprovider", *files]
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
     try:
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
+        said, timed_out = process.communicate(timeout=seconds)[0], False
     except subprocess.TimeoutExpired:
-        return ""
-    if done.returncode in (0, 5):  # 5: no such tests in these files
-        return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return failed[1] if failed else "pytest itself"
+        os.killpg(process.pid, signal.SIGKILL)
+        said, timed_out = process.communicate()[0], True
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+    few = re.search(r"^of make test: (\d+) cases", said, re.MULTILINE)
+    lines = re.findall(r"^\S+\.py ([.sxFE]+)(?: +\[ *\d+%\])?$", said, re.MULTILINE)
+    made = sum(map(len, lines))
+    if timed_out:
+        return Outcome("", few is not None and made < int(few[1]), True)
+    if process.returncode in (0, 5):  # 5: no tests in these files
+        return Outcome("", False, False)
+    return Outcome(failed[1] if failed else "pytest itself", few is None or made <= int(few[1]), False)
 
 
 def tests_for(mutant: Mutant) -> list[str]:
@@ -160,38 +178,36 @@ def run(arguments: argparse.Namespace) -> None:
         (Path(name) / "shared").symlink_to(ROOT.parent / "shared")
         part, of = arguments.part
         for mutant in drawn(arguments.count, arguments.seed)[part::of]:
-            known = {row["set"]: row for row in rows if row["mutant"] == asdict(mutant)}
-            kind = "thorough" if arguments.thorough else "test"
-            if kind in known or (arguments.thorough and known.get("test", {"killed": True})["killed"]):
+            if any(row["mutant"] == asdict(mutant) for row in rows):
                 continue
             path = folder / mutant.file
             source = path.read_bytes()
             path.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
             begin = time.monotonic()
-            files = tests_for(mutant)[: arguments.files]
-            failed = failure(folder, files, thorough=arguments.thorough, seconds=arguments.seconds)
+            found = outcome(folder, tests_for(mutant)[: arguments.files], arguments.seconds)
             path.write_bytes(source)
-            row = {"mutant": asdict(mutant), "set": kind, "killed": bool(failed), "by": failed}
-            rows.append(row | {"seconds": round(time.monotonic() - begin, 1)})
+            rows.append({"mutant": asdict(mutant), **asdict(found), "seconds": round(time.monotonic() - begin, 1)})
             with log.open("a") as file:
                 print(json.dumps(rows[-1]), file=file)
-            verdict = f"killed by {failed}" if failed else "survived"
-            print(kind, verdict, f"{mutant.file}:{mutant.line}", mutant.was, "->", mutant.text, flush=True)
+            verdict = f"killed by {found.failed}" if found.failed else "out of time" if found.timed_out else "survived"
+            print(f"{mutant.file}:{mutant.line}", mutant.was, "->", mutant.text, verdict, flush=True)
 
 
 def table(log: Path) -> None:
-    """Prints, for each room, how many mutants each set of tests notices."""
+    """Prints, for each room, what became of its mutants."""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     numbers: dict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
-        room = Mutant(**row["mutant"]).room
-        for key in (room, "all"):
-            numbers[key]["mutants"] += row["set"] == "test"
-            numbers[key][row["set"]] += row["killed"]
-    print(f"{'room':<14} mutants   make test   make thorough besides   share of make test")
+        kind = "out of time" if row["timed_out"] else "survived"
+        if row["failed"]:
+            kind = "make test" if row["of_make_test"] else "make thorough alone"
+        for key in (Mutant(**row["mutant"]).room, "all"):
+            numbers[key].update(["mutants", kind])
+    columns = "mutants", "make test", "make thorough alone", "survived", "out of time"
+    print(f"{'room':<14}" + "".join(f"{column:>21}" for column in columns) + f"{'share of make test':>21}")
     for room, n in sorted(numbers.items()):
-        share = n["test"] / max(1, n["test"] + n["thorough"])
-        print(f"{room:<14} {n['mutants']:7} {n['test']:11} {n['thorough']:23} {share:20.1%}")
+        share = n["make test"] / max(1, n["make test"] + n["make thorough alone"])
+        print(f"{room:<14}" + "".join(f"{n[column]:>21}" for column in columns) + f"{share:>21.1%}")
 
 
 def main() -> None:
@@ -203,9 +219,6 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=FILES, help="test files for each mutant")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each mutant")
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("K", "OF"), help="every OF-th mutant")
-    parser.add_argument(
-        "--thorough", action="store_true", help="survivors, with what make test leaves out of the files"
-    )
     arguments = parser.parse_args()
     if arguments.what == "run":
         run(arguments)

@@ -14,6 +14,8 @@ from fixed_state import fixed_state
 from hypothesis import settings
 from on_device import runs_on_device
 
+OF_MAKE_TEST = pytest.StashKey[int]()  # the number of its cases
+
 settings.load_profile("fixed")  # before pytest obeys --hypothesis-profile
 
 
@@ -21,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds ``--device``: the tests that can, run on this device; the others are left out."""
     parser.addoption("--device", default="cpu", help="cuda, or pretend (a GPU in pure Python); by default all, on cpu")
     parser.addoption("--thorough", action="store_true", help="run what is left out by default")
-    parser.addoption("--all", action="store_true", help="run every case of every test")
+    parser.addoption("--all", action="store_true", help="run every case of every test, those of `make test` first")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,8 +54,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         few = of_make_test(items)
         thorough = config.getoption("--thorough")
         _leave_out(config, items, [item for item in items if (item in few) == thorough])
+    elif config.getoption("--all"):
+        few = of_make_test(items)
+        items.sort(key=lambda item: item not in few)
+        config.stash[OF_MAKE_TEST] = len(few)
     if config.getoption("--device") != "cpu":
         _leave_out(config, items, [item for item in items if not runs_on_device(item)])
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    """Says how many of all cases are those of `make test`."""
+    return (
+        [f"of make test: {config.stash[OF_MAKE_TEST]} cases, which come first"] if OF_MAKE_TEST in config.stash else []
+    )
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
