@@ -28,12 +28,15 @@ from .events.base import NeighboringRelation as NeighboringRelation
 from .events.base import event_from_dict as event_from_dict
 from .events.base import event_to_dict as event_to_dict
 from .events.base import priced as priced
+from .events.base import releases_to_json as releases_to_json
 from .events.concentrated import ZeroConcentrated as ZeroConcentrated
 from .events.counts import Laplace as Laplace
 from .events.counts import RandomizedResponse as RandomizedResponse
 from .events.custom import FinitePair as FinitePair
 from .events.custom import KnownProfile as KnownProfile
 from .events.epochs import BallsAndBins as BallsAndBins
+from .events.epochs import LaterBatch as LaterBatch
+from .events.epochs import in_bins as in_bins
 from .events.estimated_norms import SubsampledJL as SubsampledJL
 from .events.gaussian import FixedSizeGaussian as FixedSizeGaussian
 from .events.gaussian import Gaussian as Gaussian
@@ -41,6 +44,8 @@ from .events.gaussian import NoisyCovariance as NoisyCovariance
 from .events.gaussian import SubsampledBlocks as SubsampledBlocks
 from .events.gaussian import SubsampledGaussian as SubsampledGaussian
 from .events.gaussian import SubsampledGEP as SubsampledGEP
+from .events.gaussian import TruncatedGaussian as TruncatedGaussian
+from .events.gaussian import truncated as truncated
 from .events.groups import SubsampledGroup as SubsampledGroup
 from .events.groups import for_group as for_group
 from .interop import from_dp_event as from_dp_event

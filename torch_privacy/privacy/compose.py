@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Composes events into a privacy profile: brackets of ε, δ and the trade-off function of all releases together."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR
 from functools import cached_property, lru_cache
@@ -14,6 +15,7 @@ from .bracket import Bracket
 from .engines.curve import Curve, Value
 from .engines.dispatch import METHODS, curves
 from .events.base import REMOVALS, Event, NeighboringRelation, checked_releases
+from .events.epochs import paid
 from .pairs.base import DominatingPair, PairBounds
 from .rounding import fixed
 from .tradeoff import PiecewiseLinear, metrics, of_profile
@@ -240,6 +242,7 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
     """
     events = checked_releases("compose", events)
     one_of("compose", METHODS, method=method)
+    paid(events)
     relation_of({event.neighboring_relation for event, _ in events})
     units = sorted({event.unit for event, _ in events})
     if len(units) > 1:
@@ -270,8 +273,11 @@ def _check_delta(where: str, delta: float) -> None:
 
 def _merged(events: Sequence[tuple[Event, int]]) -> list[tuple[DominatingPair | PairBounds, int]]:
     """Returns each different pair once, with how often it occurs in all."""
+    of_events: Counter[Event] = Counter()
+    for event, count in paid(events):
+        of_events[event] += count
     counts: dict[DominatingPair | PairBounds, int] = {}
-    for event, count in events:
+    for event, count in of_events.items():
         pair = event.dominating_pair()
         counts[pair] = counts.get(pair, 0) + count
     return [(pair, count) for pair, count in counts.items() if count]

@@ -15,7 +15,7 @@ from typing import Any
 from ..support.validate import Refused, plain_number, whole
 from .events.base import Event, NeighboringRelation, checked_releases
 from .events.counts import Laplace
-from .events.gaussian import Gaussian, SubsampledBlocks, SubsampledGaussian
+from .events.gaussian import Gaussian, SubsampledBlocks, SubsampledGaussian, TruncatedGaussian
 from .ledger import Ledger, Release
 from .pairs.discrete import LaplacePair
 from .pairs.gaussian import SubsampledGaussianPair
@@ -214,6 +214,15 @@ def _gaussian(event: Any, count: int) -> Iterator[tuple[Event, int]]:
     yield Gaussian(float(event.noise_multiplier)), count
 
 
+def _truncated(event: Any, count: int) -> Iterator[tuple[Event, int]]:
+    if 0 in (event.sampling_probability, event.truncated_batch_size, event.dataset_size):
+        return
+    if event.noise_multiplier == 0:
+        raise Refused(f"from_dp_event: {event!r} has no noise, so it is not private.")
+    sizes = int(event.dataset_size), int(event.truncated_batch_size)
+    yield TruncatedGaussian(float(event.noise_multiplier), float(event.sampling_probability), *sizes), count
+
+
 # Conversions to a DpEvent by type of pair, and from a DpEvent by name. A new one is one more line here.
 DP_EVENTS: dict[type, Callable[[Any, float, ModuleType], Any]] = {
     SubsampledGaussianPair: _gaussian_dp_event,
@@ -226,5 +235,6 @@ KINDS: dict[str, Callable[[Any, int], Iterator[tuple[Event, int]]]] = {
     "PoissonSampledDpEvent": _sampled,
     "ComposedDpEvent": lambda event, count: (pair for part in event.events for pair in _flattened(part, count)),
     "SelfComposedDpEvent": lambda event, count: _flattened(event.event, count * event.count),
+    "TruncatedSubsampledGaussianDpEvent": _truncated,
     "NoOpDpEvent": lambda event, count: iter(()),
 }

@@ -46,7 +46,7 @@ class Summary:
             "sampler": profile.sampler,
             **({} if steps is None else dict(zip(("noise_multiplier", "sampling_probability"), steps, strict=False))),
             "num_steps": sum(count for _, count in self.releases),
-            "releases": [{"event": privacy.event_to_dict(event), "count": count} for event, count in self.releases],
+            "releases": privacy.releases_to_json(self.releases),
             "delta": self.delta,
             "epsilon": {"low": _or_none(self.epsilon_low), "high": _or_none(self.epsilon_high)},
             "clt": {

@@ -130,3 +130,31 @@ def test_both_laws_have_the_mass_and_the_mean_of_the_sum_and_enclose_its_varianc
     exact = num_bins * math.expm1(noise**-2)
     assert variances[0] < exact < variances[1]
     assert variances[1] < variances[0] * 1.002
+
+
+def test_later_batches_are_paid_by_their_epochs_and_no_more_of_them():
+    epoch, other = privacy.BallsAndBins(1.0, 5), privacy.BallsAndBins(1.0, 6)
+    later = privacy.LaterBatch(epoch)
+    paid = privacy.compose([(epoch, 2)]).epsilon(DELTA)
+    assert privacy.compose([(epoch, 1), (later, 4), (epoch, 1), (later, 3)]).epsilon(DELTA) == paid
+    assert privacy.compose([(later, 8), (epoch, 2)]).epsilon(DELTA) == paid
+    for releases in ([(later, 1)], [(epoch, 2), (later, 9)], [(other, 5), (later, 1)]):
+        with pytest.raises(ValueError, match=r"compose: 1 later batches of BallsAndBins\(.*belong to no epoch"):
+            privacy.compose(releases)
+    with pytest.raises(ValueError, match="has no price of its own"):
+        later.dominating_pair()
+
+
+def test_an_epoch_has_the_noise_of_its_batches():
+    zero_out = privacy.NeighboringRelation.REPLACE_SPECIAL
+    events = {
+        privacy.SubsampledGaussian(1.1, 0.1, zero_out, "customer"): 1.1,
+        privacy.SubsampledGEP(2.2, 0.1): 2.2 / 2**0.5,
+        privacy.SubsampledBlocks((3.0, 4.0), 0.1): 2.4,
+    }
+    for event, noise in events.items():
+        epoch = privacy.in_bins(event, 10)
+        assert noise * (1 - 1e-15) <= epoch.noise_multiplier <= noise
+        assert (epoch.unit, epoch.neighboring_relation) == (event.unit, event.neighboring_relation)
+    with pytest.raises(ValueError, match="not one Gaussian"):
+        privacy.in_bins(privacy.SubsampledJL(1.0, 32, 0.1), 10)

@@ -75,12 +75,13 @@ def _far(part: Tilted, log_level: float) -> float:
     levels = np.sort(density[part.mass > 1e-6])
     caps = levels[[len(levels) // 2, 7 * len(levels) // 10, 17 * len(levels) // 20, -1], None]
     cut = np.minimum(density, caps)
-    above = (1 - cut / density) @ part.mass
+    above = (1 - caps / np.maximum(density, caps)) @ part.mass
     variation = 1.1 * (np.abs(cut[:, 1:] - cut[:, :-1]).sum(1) + cut[:, 0] + cut[:, -1])
     ends, squared = [math.inf], math.exp(2 * log_level)
     for k in {1, max(int(math.sqrt(0.4 / (1 - squared))), 1)}:  # the second k is nearly the best one
         room = math.sqrt(max(1 - k * k + k * k * squared, 0.0)) - above
-        ends += (variation[room > 0] / room[room > 0] / k).tolist()
+        with np.errstate(over="ignore"):  # next to no room shows nothing
+            ends += (variation[room > 0] / room[room > 0] / k).tolist()
     return min(ends)
 
 

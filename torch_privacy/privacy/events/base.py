@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides `Event`, the frozen description of one release, and the registry that prices event types."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from enum import Enum
@@ -193,6 +194,14 @@ def checked_releases(where: str, events: Any) -> list[tuple[Event, int]]:
         if type(count) is not int or not 0 <= count <= MAX_COUNT:
             whole(f"{where}, {event!r}", count=count, at_most=MAX_COUNT)
     return pairs
+
+
+def releases_to_json(releases: Iterable[tuple[Event, int]]) -> list[dict[str, Any]]:
+    """Returns releases as plain JSON: each event once, with how often it occurs in all, as their order has no price."""
+    counts: Counter[Event] = Counter()
+    for event, count in releases:
+        counts[event] += count
+    return [{"event": event_to_dict(event), "count": count} for event, count in counts.items()]
 
 
 def event_to_dict(event: Event) -> dict[str, Any]:

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides the event of an epoch in which every example is in exactly one batch."""
+"""Provides the events of epochs in which every example is in exactly one batch."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...support.units import ONE_EXAMPLE, check_unit
 from ...support.validate import whole
 from ..pairs.balls_and_bins import epoch_pair
+from ..pairs.base import DominatingPair, PairBounds
 from .base import Event, NeighboringRelation, check_noise, check_removal, priced
+from .gaussian import noise_of_one
 
 MOST_BINS = 10**6
 
@@ -57,3 +61,81 @@ class BallsAndBins(Event):
         whole("BallsAndBins", at_least=1, at_most=MOST_BINS, num_bins=self.num_bins)
         check_removal("BallsAndBins", self.neighboring_relation)
         check_unit("BallsAndBins", unit=self.unit)
+
+
+def _paid_by_its_epoch(event: "LaterBatch") -> DominatingPair | PairBounds:
+    raise ValueError(f"{event!r} has no price of its own: its epoch, {event.epoch!r}, pays for all of its batches.")
+
+
+@priced(_paid_by_its_epoch)
+@dataclass(frozen=True, repr=False)
+class LaterBatch(Event):
+    """A batch of an epoch after its first one, for which the epoch's own event has paid.
+
+    A ledger has one entry for each release. Of an epoch of t batches, the first is recorded as `BallsAndBins` and costs
+    the whole epoch, and up to t - 1 others are recorded as this and cost nothing more. `compose` refuses more.
+
+    Args:
+        epoch: the event of the epoch.
+
+    Example:
+        >>> from torch_privacy.privacy import compose
+        >>> epoch = BallsAndBins(noise_multiplier=1.0, num_bins=100)
+        >>> alone, made = (compose([(epoch, 10), (LaterBatch(epoch), count)]).epsilon(1e-5) for count in (0, 990))
+        >>> alone == made
+        True
+    """
+
+    epoch: BallsAndBins
+    sampler = BallsAndBins.sampler
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.epoch, BallsAndBins):
+            raise ValueError(f"LaterBatch: epoch={self.epoch!r} must be the event of an epoch, such as BallsAndBins.")
+        self.epoch.__post_init__()
+
+    @property
+    def neighboring_relation(self) -> NeighboringRelation:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The relation of its epoch."""
+        return self.epoch.neighboring_relation
+
+    @property
+    def unit(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The unit of its epoch."""
+        return self.epoch.unit
+
+
+def in_bins(event: Event, num_bins: int) -> BallsAndBins:
+    """Returns the event of an epoch of ``num_bins`` batches, each with the noise of a Poisson-sampled release.
+
+    Raises:
+        ValueError: the release is not one Gaussian, or protects an example that is replaced by another one.
+
+    Example:
+        >>> from torch_privacy.privacy import SubsampledGaussian
+        >>> in_bins(SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.01), num_bins=100)
+        BallsAndBins(noise_multiplier=1.0, num_bins=100)
+    """
+    return BallsAndBins(noise_of_one(event), num_bins, event.neighboring_relation, event.unit)
+
+
+def paid(releases: Iterable[tuple[Event, int]]) -> list[tuple[Event, int]]:
+    """Returns the releases without the later batches of epochs, for which these pay.
+
+    Raises:
+        ValueError: there are more later batches than the epochs have.
+    """
+    left: Counter[BallsAndBins] = Counter()
+    releases = list(releases)
+    for event, count in releases:
+        if isinstance(event, LaterBatch):
+            left[event.epoch] -= count
+        elif isinstance(event, BallsAndBins):
+            left[event] += count * (event.num_bins - 1)
+    for epoch, number in left.items():
+        if number < 0:
+            raise ValueError(
+                f"compose: {-number} later batches of {epoch!r} belong to no epoch in the list, which pays for "
+                f"{epoch.num_bins - 1} of them. List the releases of whole trainings."
+            )
+    return [(event, count) for event, count in releases if not isinstance(event, LaterBatch)]

@@ -8,12 +8,16 @@ write noise over C under every relation; under replace-one divide their number b
 """
 
 from dataclasses import dataclass
+from math import nextafter
+
+from scipy.stats import binom
 
 from ...support.units import ONE_EXAMPLE, check_unit
-from ...support.validate import in_range
+from ...support.validate import in_range, whole
 from ..pairs.base import DominatingPair, PairBounds
+from ..pairs.either import EitherPair
 from ..pairs.gaussian import ReplaceOneGaussianPair, SubsampledGaussianPair, SymmetrizedPair
-from .base import Event, NeighboringRelation, check_noise, check_relation, check_removal, priced
+from .base import MAX_COUNT, Event, NeighboringRelation, check_noise, check_relation, check_removal, priced
 
 SMALLEST_PROBABILITY = 1e-315
 
@@ -155,6 +159,95 @@ class FixedSizeGaussian(Event):
     def __post_init__(self) -> None:
         check_noise("FixedSizeGaussian", self.noise_multiplier)
         check_probability("FixedSizeGaussian", self.sampling_probability)
+
+
+def noise_of_one(event: Event) -> float:
+    """Returns the noise multiplier of a release that is one Gaussian, perhaps on a Poisson sample.
+
+    Raises:
+        ValueError: the release is not one Gaussian.
+    """
+    pair = event.dominating_pair()
+    if not isinstance(pair, SubsampledGaussianPair):
+        raise ValueError("it is not one Gaussian release.")
+    given = getattr(event, "noise_multiplier", None)
+    return given if given and 1 / given == pair.shift else nextafter(1 / pair.shift, 0.0)
+
+
+def _truncated_pair(event: "TruncatedGaussian") -> DominatingPair:
+    """Returns the pair: with the probability that the batch is full, one example displaces another."""
+    shift, q, n, most = 1 / event.noise_multiplier, event.sampling_probability, event.num_examples, event.most
+    usual = SubsampledGaussianPair(shift, q)
+    full = float(binom.sf(most - 1, n - 1, q))  # the probability that the others fill the batch
+    if full == 0:
+        return usual
+    drawn = min(1.0, float(binom.sf(most, n, q)) * most / (n * full))  # that the example is in a batch that was cut
+    displaced = ReplaceOneGaussianPair(2 * shift, drawn)
+    return displaced if full == 1 else EitherPair(usual, displaced, full)
+
+
+@priced(_truncated_pair)
+@dataclass(frozen=True, repr=False)
+class TruncatedGaussian(Event):
+    """One noisy sum over a Poisson sample of which at most ``most`` examples stay, chosen uniformly.
+
+    Batches have a largest size, so that memory and time have a bound. With K = ``most`` and n examples, an example that
+    joins a full batch displaces another one, and the sum changes by twice the sensitivity. With probability
+    τ = P[Bin(n - 1, q) >= K] the pair is that of `SubsampledGaussian` under replace-one with noise σ/2 and probability
+    ``P[Bin(n, q) > K] K / (n τ)``; else it is that of a Poisson sample. Where K is 5 standard deviations above q n,
+    the price is that of Poisson sampling to 0.1 %.
+
+    Args:
+        noise_multiplier: standard deviation of the noise divided by the sensitivity, in [1e-6, 1e6].
+        sampling_probability: chance that an example joins the sample before the cut, in (0, 1].
+        num_examples: n, which is public: the event holds for zeroing out one example only.
+        most: K, the largest number of examples in a batch, at least 1.
+
+    Guarantees:
+        - an upper bound: the replaced pair is slightly larger than the true one. ``low`` of a bracket is a lower bound
+          on that pair's price, not on the truth.
+
+    Source: arXiv:2508.15089, and ``TruncatedSubsampledGaussianDpEvent`` of dp-accounting, which has the same price.
+
+    Example:
+        >>> from torch_privacy.privacy import compose
+        >>> step = TruncatedGaussian(noise_multiplier=1.0, sampling_probability=0.01, num_examples=50_000, most=600)
+        >>> f"{compose([(step, 1000)]).epsilon(1e-5).high:.3f}"  # of Poisson samples: 1.829
+        '1.838'
+    """
+
+    noise_multiplier: float
+    sampling_probability: float
+    num_examples: int
+    most: int
+    neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
+    unit: str = ONE_EXAMPLE
+    sampler = "truncated Poisson"
+
+    def __post_init__(self) -> None:
+        check_noise("TruncatedGaussian", self.noise_multiplier)
+        check_probability("TruncatedGaussian", self.sampling_probability)
+        whole("TruncatedGaussian", at_least=1, at_most=MAX_COUNT, num_examples=self.num_examples, most=self.most)
+        if self.neighboring_relation is not NeighboringRelation.REPLACE_SPECIAL:
+            raise ValueError(
+                f"TruncatedGaussian: neighboring_relation={self.neighboring_relation!r} has no price, because the "
+                "number of examples decides how often a batch is cut. Allowed: NeighboringRelation.REPLACE_SPECIAL."
+            )
+        check_unit("TruncatedGaussian", unit=self.unit)
+
+
+def truncated(event: Event, num_examples: int, most: int) -> TruncatedGaussian:
+    """Returns the event of a Poisson-sampled release of whose sample at most ``most`` examples stay.
+
+    Raises:
+        ValueError: the release is not one Gaussian.
+
+    Example:
+        >>> truncated(SubsampledGaussian(noise_multiplier=1.0, sampling_probability=0.01), 50_000, most=600)
+        TruncatedGaussian(noise_multiplier=1.0, sampling_probability=0.01, num_examples=50000, most=600)
+    """
+    probability = getattr(event, "sampling_probability", 1.0)
+    return TruncatedGaussian(noise_of_one(event), probability, num_examples, most, unit=event.unit)
 
 
 def combined_noise(noise_multipliers: tuple[float, ...]) -> float:

@@ -17,7 +17,8 @@ from ..pairs.gaussian import SubsampledGaussianPair
 from ..pairs.group import GroupPair
 from .base import REMOVALS, Event, NeighboringRelation, check_event, check_noise, check_removal, priced
 from .counts import Laplace
-from .gaussian import check_probability
+from .epochs import LaterBatch
+from .gaussian import check_probability, noise_of_one
 
 LARGEST_GROUP = 10_000
 
@@ -99,12 +100,10 @@ def for_group(event: Event, group_size: int, person: str = "person") -> Event:
     if isinstance(event, Laplace):
         smaller: Any = replace(event, noise_multiplier=event.noise_multiplier / group_size)
         return replace(smaller, unit=with_at_most(person, group_size))
-    pair = event.dominating_pair()
+    pair = None if isinstance(event, LaterBatch) else event.dominating_pair()
     if not isinstance(pair, SubsampledGaussianPair):
         raise ValueError(
             f"for_group: {type(event).__name__} has no known price for a person with several examples. Take exact "
-            "norms and Poisson samples (without Sketched), or sample persons: Examples(dataset, owners=...)."
+            "norms and sampling=tp.Poisson(), or sample persons: Examples(dataset, owners=...)."
         )
-    given = getattr(event, "noise_multiplier", None)
-    noise = given if given and 1 / given == pair.shift else 1 / pair.shift
-    return SubsampledGroup(noise, pair.probability, group_size, person, event.neighboring_relation)
+    return SubsampledGroup(noise_of_one(event), pair.probability, group_size, person, event.neighboring_relation)
