@@ -16,7 +16,8 @@ of at most 1 is harmless, because the noise covers it. ``inf`` stands for weight
 noise, for a number that is not finite, or for a privacy statement that is no longer true. Random numbers that a model
 draws from a public seed count as known, unless another ``test_seed`` gives other sums.
 
-To make batches differ by exactly one example, ``Poisson.indices`` is replaced by a fixed draw of the same distribution.
+To make batches differ by exactly one example, ``PoissonSampler.indices`` is replaced by a fixed draw of the same
+distribution.
 The last lines are totals. The exit code is 1 if a coupling leaks silently or an honest training is refused.
 """
 
@@ -49,7 +50,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.privacy import NeighboringRelation
-from torch_privacy.sampling.poisson import Poisson
+from torch_privacy.sampling.samplers import PoissonSampler
 
 EXAMPLES, BATCH, STEPS, MEASURED = 24, 12, 30, 20
 INPUTS, WIDTH, CLASSES = 6, 16, 3
@@ -2811,9 +2812,9 @@ class Run:
 @contextmanager
 def drawn(setup: Setup, left_out: int | None) -> Iterator[list[int]]:
     """Draws the same batches in every run, without one example; yields the list of steps drawn."""
-    original, asked = Poisson.indices, []
+    original, asked = PoissonSampler.indices, []
 
-    def indices(self: Poisson, step: int) -> np.ndarray:
+    def indices(self: PoissonSampler, step: int) -> np.ndarray:
         asked.append(step)
         generator = np.random.default_rng([7, step])
         joins = generator.random(EXAMPLES) < BATCH / EXAMPLES
@@ -2824,11 +2825,11 @@ def drawn(setup: Setup, left_out: int | None) -> Iterator[list[int]]:
             joins[example] = step >= LATE and (joins[example] or step % 3 == 0)
         return np.array([i for i in range(EXAMPLES) if joins[i] and i != left_out], dtype=np.int64)
 
-    Poisson.indices = indices  # type: ignore[method-assign]
+    PoissonSampler.indices = indices  # type: ignore[method-assign]
     try:
         yield asked
     finally:
-        Poisson.indices = original  # type: ignore[method-assign]
+        PoissonSampler.indices = original  # type: ignore[method-assign]
 
 
 def run(
@@ -2887,7 +2888,9 @@ def run(
             done.error, done.refused = f"{type(error).__name__}: {words}", isinstance(error, tp.Refused)
         done.steps = training.step_count if training is not None else 0
     if training is not None and done.error is None and not asked:
-        raise RuntimeError("Poisson.indices was never asked: the batches are not this script's, nothing can be said.")
+        raise RuntimeError(
+            "PoissonSampler.indices was never asked: the batches are not this script's, nothing can be said."
+        )
     done.end = weights()
     return done
 

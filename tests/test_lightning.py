@@ -115,6 +115,7 @@ def test_examples_in_place_of_a_loader_say_what_is_protected():
         again.configure_optimizers()["optimizer"],
         examples,
         epochs=2,
+        sampling=tp.Poisson(),
         **PRIVACY | {"expected_batch_size": 5},
     )
     for batch in other:

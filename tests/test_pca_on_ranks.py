@@ -18,7 +18,7 @@ from scipy.sparse import csr_array
 
 import torch_privacy as tp
 from torch_privacy.noise import Noise
-from torch_privacy.sampling.poisson import Poisson
+from torch_privacy.sampling.samplers import PoissonSampler
 from torch_privacy.support.ranks import Ranks
 from torch_privacy.training import pca as pca_module
 from torch_privacy.training.second_moment import checksum
@@ -101,7 +101,7 @@ def drawn_keys(rank: int, parts: Sequence[np.ndarray]) -> tuple[list[bytes], lis
     sample: list[bytes] = []
     noise: list[bytes] = []
     with (
-        patch("torch_privacy.training.pca.Poisson", noting(Poisson, sample)),
+        patch("torch_privacy.training.pca.PoissonSampler", noting(PoissonSampler, sample)),
         patch("torch_privacy.training.pca.Noise", noting(Noise, noise)),
     ):
         return sample, noise, fit(rank, parts, {"sampling_probability": 0.5})

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy.mechanisms.sums import COUNT
 from torch_privacy.noise import Noise
-from torch_privacy.sampling.poisson import Poisson
+from torch_privacy.sampling.samplers import PoissonSampler
 
 N = 40
 ZERO_OUT = tp.privacy.NeighboringRelation.REPLACE_SPECIAL  # of every training
@@ -76,7 +76,7 @@ def groups_of(training, step, size, count):
     """Returns the micro-batch, one of ``count``, that each of ``size`` examples of a step joins."""
     settings, key = training.settings, bytes.fromhex(training.state_dict()["sampler_key"])
     return torch.from_numpy(
-        Poisson(settings.num_examples, settings.sampling_probability, key).groups(step, size, count)
+        PoissonSampler(settings.num_examples, settings.sampling_probability, key=key).groups(step, size, count)
     )
 
 

@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from .training.monitors import TensorBoardCallback as TensorBoardCallback
     from .training.pca import PrivatePCA as PrivatePCA
     from .training.performance import Performance as Performance
+    from .training.sampling import BallsAndBins as BallsAndBins
+    from .training.sampling import Poisson as Poisson
+    from .training.sampling import Truncated as Truncated
     from .training.secret_file import load_secret as load_secret
     from .training.secret_file import save_secret as save_secret
     from .training.statement import Spent as Spent
@@ -58,6 +61,7 @@ _HOME = {
     "Audit": "privacy.audit",
     "Automatic": "mechanisms.clipping",
     "BGEP": "mechanisms.gep",
+    "BallsAndBins": "training.sampling",
     "Callback": "training.callbacks",
     "Checkup": "model_check",
     "ClippingRule": "mechanisms.clipping",
@@ -74,6 +78,7 @@ _HOME = {
     "MovingAverage": "training",
     "Observed": "training.canaries",
     "PerLayer": "mechanisms.clipping",
+    "Poisson": "training.sampling",
     "Performance": "training.performance",
     "PrivatePCA": "training.pca",
     "PrivateTraining": "training",
@@ -82,6 +87,7 @@ _HOME = {
     "Spent": "training",
     "StepLog": "training.callbacks",
     "TensorBoardCallback": "training.monitors",
+    "Truncated": "training.sampling",
     "at_most": "sampling.owners",
     "audit": "training.audit",
     "audit_scores": "privacy.audit",

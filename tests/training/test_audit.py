@@ -123,6 +123,20 @@ def test_the_log_ratio_is_that_of_a_mixture():
     assert observed.log_ratio.allclose(expected, rtol=1e-4, atol=1e-5)
 
 
+def test_under_balls_and_bins_it_is_that_of_the_epochs():
+    """A canary has one batch of each epoch of five; the second epoch is broken off after two."""
+    train = Trainer(sampling=tp.BallsAndBins(), num_steps=7)
+    audit, observed = observed_by(train, tp.GradientCanaries(40))
+    assert observed.projections is not None
+    assert observed.signals is not None
+    z, mu = observed.projections.double(), observed.signals.double()
+    ratios = torch.exp(z * mu - mu.square() / 2)
+    expected = sum((1 + 0.2 * (epoch - 1).sum(0)).log() for epoch in (ratios[:5], ratios[5:]))
+    assert observed.log_ratio is not None
+    assert observed.log_ratio.allclose(expected, rtol=1e-4, atol=1e-5)
+    assert audit.epsilon_low() <= audit.profile.epsilon(1e-5).high
+
+
 def test_gradient_canaries_have_the_largest_gradient_that_is_allowed_and_do_not_disturb_each_other():
     train = Trainer()
     audit, observed = observed_by(train, tp.GradientCanaries(24))

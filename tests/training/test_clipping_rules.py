@@ -35,7 +35,7 @@ from trainings import (
 
 import torch_privacy as tp
 from torch_privacy.mechanisms.base import PRICED_ROUNDING
-from torch_privacy.sampling.poisson import Poisson
+from torch_privacy.sampling.samplers import PoissonSampler, Sampler
 
 BY_EXAMPLE = [name for name in RULES if name != "micro-batches"]
 
@@ -86,7 +86,7 @@ def test_step_of_any_rule_releases_the_explicit_sum_plus_noise(rule, microbatch_
 @by_each_rule
 def test_empty_step_of_any_rule_is_noise_times_the_sensitivity(rule, monkeypatch):
     """The clip norm of an adaptive rule changes by the noise of its count alone."""
-    monkeypatch.setattr(Poisson, "indices", lambda self, step: torch.zeros(0, dtype=torch.int64).numpy())
+    monkeypatch.setattr(PoissonSampler, "indices", lambda self, step: torch.zeros(0, dtype=torch.int64).numpy())
     training = training_of(clipping=RULES[rule][0], expected_batch_size=0.5, num_steps=3)
     assert train(training) == []
     expected, stddev, clip_norm = network_parameters(), noise_stddev(rule), 0.5
@@ -116,7 +116,7 @@ def test_one_example_moves_the_sum_of_any_rule_by_at_most_the_sensitivity(rule, 
     everyone, sums = data(), []
     numbers = torch.arange(N).numpy() % 10
     groups = {N: numbers, N - 1: numbers[torch.arange(N).numpy() != left_out]}
-    monkeypatch.setattr(Poisson, "groups", lambda self, step, size, count: groups.get(size, numbers[:size]))
+    monkeypatch.setattr(Sampler, "groups", lambda self, step, size, count: groups.get(size, numbers[:size]))
     for dataset in (everyone, Subset(everyone, [i for i in range(N) if i != left_out])):
         training = training_of(dataset=dataset, expected_batch_size=len(dataset), num_steps=1, clipping=clipping)
         train(training)

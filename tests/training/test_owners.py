@@ -45,6 +45,7 @@ from torch_privacy import privacy
 from torch_privacy.mechanisms.base import PRICED_ROUNDING
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.sampling.owners import Owners, OwnerSampler, owners_of
+from torch_privacy.sampling.samplers import PoissonSampler
 from torch_privacy.training.release import Releases, _cut_between
 
 SIZES = [1, 9, 2, 5, 3, 1, 7, 4, 6, 2]  # of ten owners, 40 examples in all
@@ -63,7 +64,11 @@ def owned(**settings: Any) -> tp.PrivateTraining:
 
 def sampler_of(training: tp.PrivateTraining) -> OwnerSampler:
     key = bytes.fromhex(training.state_dict()["sampler_key"])
-    return OwnerSampler(training.settings.owners, training.settings.sampling_probability, key)
+    return owner_sampler(training.settings.owners, training.settings.sampling_probability, key)
+
+
+def owner_sampler(owners: Owners, q: float, key: bytes) -> OwnerSampler:
+    return OwnerSampler(owners, PoissonSampler(owners.count, q, key=key))
 
 
 def rows_by_owner(model: nn.Module, dataset: TensorDataset, sampler: OwnerSampler, step: int) -> torch.Tensor:
@@ -202,7 +207,7 @@ def test_replacing_an_owner_by_anything_moves_the_sum_by_at_most_twice_the_clip_
 
 def test_owners_join_independently_whatever_their_size_and_examples_are_chosen_uniformly():
     numbers = np.repeat(np.arange(4), [1, 3, 5, 40])
-    sampler, steps = OwnerSampler(Owners(numbers, 4, 3), 0.3, bytes(32)), 3000
+    sampler, steps = owner_sampler(Owners(numbers, 4, 3), 0.3, bytes(32)), 3000
     joined, chosen = np.zeros((steps, 4), bool), Counter()
     for step in range(steps):
         indices = sampler.indices(step)
@@ -224,7 +229,7 @@ def test_the_choice_for_an_owner_does_not_depend_on_the_others():
     one, other = np.repeat(np.arange(3), [2, 50, 20]), np.repeat(np.arange(3), [9, 50, 1])
     for step in range(20):
         drawn = [
-            OwnerSampler(Owners(n, 3, 4), 1.0, b"k" * 32).indices(step) - np.flatnonzero(n == 1)[0]
+            owner_sampler(Owners(n, 3, 4), 1.0, b"k" * 32).indices(step) - np.flatnonzero(n == 1)[0]
             for n in (one, other)
         ]
         of_second = [part[(part >= 0) & (part < 50)] for part in drawn]

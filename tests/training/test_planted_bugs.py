@@ -18,7 +18,7 @@ from torch_privacy.jacobian.rows.blocks import Block
 from torch_privacy.jacobian.rows.operator import Jacobian
 from torch_privacy.mechanisms.gep.mechanism import _EmbeddingAndResidual
 from torch_privacy.mechanisms.sums import BoundCheck
-from torch_privacy.sampling.poisson import Poisson
+from torch_privacy.sampling.samplers import PoissonSampler
 from torch_privacy.training.release import Releases
 
 CAUGHT = 0.05
@@ -102,13 +102,13 @@ def clip_norm_for_each_layer(patch: pytest.MonkeyPatch) -> None:
 
 
 def shuffled_batches(patch: pytest.MonkeyPatch) -> None:
-    def indices(self: Poisson, step: int) -> np.ndarray:
+    def indices(self: PoissonSampler, step: int) -> np.ndarray:
         size = round(self.num_examples * self.sampling_probability)
         per_epoch = self.num_examples // size
         order = np.random.default_rng(step // per_epoch).permutation(self.num_examples)
         return np.sort(order[size * (step % per_epoch) :][:size])
 
-    patch.setattr(Poisson, "indices", indices)
+    patch.setattr(PoissonSampler, "indices", indices)
 
 
 def residuals_are_not_clipped(patch: pytest.MonkeyPatch) -> None:

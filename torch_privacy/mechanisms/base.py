@@ -17,7 +17,7 @@ from .. import privacy
 from ..jacobian.layouts.known import Layouts, Merging
 from ..jacobian.tape import Tape
 from ..privacy import NeighboringRelation
-from ..sampling.poisson import Poisson
+from ..sampling.samplers import Sampler
 from ..support.model_state import ModelTensors
 from ..support.units import ONE_EXAMPLE
 from ..support.validate import Refused, positive, quoted
@@ -110,7 +110,7 @@ class Mechanism(ABC):
 
     num_rows: int | None = None  # of a batch, if the mechanism itself lets several examples share a row
 
-    def units(self, sampler: Poisson, step: int, size: int) -> np.ndarray | None:
+    def units(self, sampler: Sampler, step: int, size: int) -> np.ndarray | None:
         """Returns (size,) the row that the mechanism gives each example of a batch; None if it gives none."""
         return None
 
@@ -238,7 +238,7 @@ class ClippedSum(Mechanism):
     def num_rows(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.rule.num_groups(self.expected_batch_size) if isinstance(self.rule, MicroBatches) else None
 
-    def units(self, sampler: Poisson, step: int, size: int) -> np.ndarray | None:
+    def units(self, sampler: Sampler, step: int, size: int) -> np.ndarray | None:
         return None if self.num_rows is None else sampler.groups(step, size, self.num_rows)
 
     def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,8 +16,9 @@ def check_map_style(dataset: Any, name: str = "dataset") -> None:
     """Refuses data without examples that can be fetched by index: loaders, streams, objects without a length."""
     if isinstance(dataset, DataLoader):
         raise Refused(
-            f"{name} is a DataLoader: its shuffled batches are not Poisson samples, and the privacy guarantee holds "
-            "for Poisson sampling only. Pass loader.dataset; PrivateTraining draws the batches."
+            f"{name} is a DataLoader: shuffled batches cost far more than random ones. With noise 1 and 100 batches, "
+            "an epoch has an epsilon of at least 4.06 at delta 1e-5, where Poisson samples have 0.72. Pass "
+            "loader.dataset; PrivateTraining draws the batches."
         )
     if type(dataset).__module__.startswith("pandas."):
         raise Refused(

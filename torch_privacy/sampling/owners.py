@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, Subset
 from ..support.units import check_unit, unit_of_column, with_at_most
 from ..support.validate import Refused, plain_number, whole
 from .datasets import check_map_style
-from .poisson import Poisson
+from .samplers import Sampler
 
 OWNER = "owner"  # the usual word for who has several examples
 GAMMA, MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -108,30 +108,26 @@ def _mixed(state: np.ndarray) -> np.ndarray:
 
 
 class OwnerSampler:
-    """Draws owners as `Poisson` draws examples, and up to ``per_owner`` examples of each.
+    """Draws owners by a sampler, and up to ``per_owner`` examples of each.
 
     Args:
         owners: the owner of each example.
-        sampling_probability: q in (0, 1], with which every owner joins a step.
-        key: 32 secret bytes, as for `Poisson`.
+        sampler: draws owners, as others draw examples.
 
     Guarantees:
-        - Owners join independently, each with probability q, whatever the number of its examples. An *example* joins
-          with probability ``q min(1, per_owner / size of its owner)``.
+        - Owners join as the sampler says, whatever the number of their examples. An *example* of an owner who joins is
+          drawn with probability ``min(1, per_owner / size of its owner)``.
         - An owner's choice is a function of key, step, the owner's place among those drawn and its number of examples,
           so that replacing all examples of one owner changes nothing for the others.
     """
 
-    name = Poisson.name
-
-    def __init__(self, owners: Owners, sampling_probability: float, key: bytes):
-        self.owners, self.key = owners, key
-        self._poisson = Poisson(owners.count, sampling_probability, key)
+    def __init__(self, owners: Owners, sampler: Sampler):
+        self.owners, self.key, self._sampler = owners, sampler.key, sampler
         self._drawn = lru_cache(maxsize=64)(self._draw)
 
     def _draw(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        chosen = self._poisson.indices(step)
-        return self.owners.chosen(chosen, self._poisson.seeds(step, len(chosen)))
+        chosen = self._sampler.indices(step)
+        return self.owners.chosen(chosen, self._sampler.seeds(step, len(chosen)))
 
     def indices(self, step: int) -> np.ndarray:
         """Returns the examples that join the step, those of one owner together, (batch_size,) int64."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import privacy
 from ..jacobian.tape import Tape
 from ..mechanisms.base import Mechanism, added
 from ..mechanisms.clipping import MicroBatches
@@ -79,6 +80,7 @@ class CanaryScores:
         self._known: dict[str, Tensor] = {}  # sum of the step's examples that are no canaries
         self._entries: dict[str, Tensor] = {}  # (m,) each gradient canary's entry of a parameter
         self._steps: list[tuple[Tensor, Tensor]] = []
+        self._made, self._before, self._of_epoch = 0, torch.zeros(0), torch.zeros(0)  # of an epoch
         if self.by_releases:
             self.observed.log_ratio = torch.zeros(self.data.num_canaries, dtype=torch.float64, device="cpu")
 
@@ -145,11 +147,15 @@ class CanaryScores:
         stddevs: Mapping[str, float],
         summation: Callable[[int], Summation],
         sampling_probability: float,
+        *,
+        same_epoch: bool = False,
     ) -> None:
         """Compares a release with the directions of the canaries, and adds what it shows to the log-ratio.
 
         The likelihood ratio of a step is that of a normal variable with mean 0 against the mixture of the means 0 and
-        μ with weights 1 - q and q. For records that disturb each other, the variance is that seen among them.
+        μ with weights 1 - q and q: ``1 + q (r - 1)``, r the ratio of the means. Of the steps of one epoch, in which a
+        canary has one batch, it is ``1 + q Σ (r - 1)``. For records that disturb each other, the variance is that seen
+        among them.
         """
         unknown = {name: total - self._known[name] if name in self._known else total for name, total in release.items()}
         products = torch.zeros(self.data.num_canaries, dtype=torch.float64, device="cpu")
@@ -164,9 +170,14 @@ class CanaryScores:
         variance = self._variance(projections[signals > 0])
         q = sampling_probability
         exponent = (projections * signals - squares / 2) / variance
-        ratio = torch.logaddexp(torch.tensor(np.log1p(-q) if q < 1 else -np.inf, device="cpu"), np.log(q) + exponent)
+        exponent = torch.where(signals > 0, exponent, 0)
         assert self.observed.log_ratio is not None
-        self.observed.log_ratio += torch.where(signals > 0, ratio, 0)
+        if not same_epoch:
+            self._made, self._before, self._of_epoch = 0, self.observed.log_ratio, torch.full_like(products, -np.inf)
+        self._made, self._of_epoch = self._made + 1, torch.logaddexp(self._of_epoch, exponent)
+        rest = max(1 - self._made * q, 0.0)
+        log_rest = torch.tensor(np.log(rest) if rest else -np.inf, device="cpu")
+        self.observed.log_ratio = self._before + torch.logaddexp(log_rest, np.log(q) + self._of_epoch)
         if self.keeps_steps:
             self._steps.append((projections.float(), signals.float()))
         self.begin_step()
@@ -281,6 +292,7 @@ class Observation(Listener):
                 stddevs,
                 lambda size: self._mechanism.summation(None, size),
                 self._settings.sampling_probability,
+                same_epoch=isinstance(state.releases.plan.at(state.step), privacy.LaterBatch),
             )
 
     def batches_at_end(self, state: State) -> Iterator[Part]:

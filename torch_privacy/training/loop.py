@@ -37,6 +37,7 @@ from .releaser import Releaser
 from .reporting import Reporting
 from .resuming import Resuming
 from .run_files import Scores
+from .sampling import Sampling, sampling_of
 from .schedule import number_of_steps
 from .settings import Clipping, TrainingSettings
 from .state import StepSums
@@ -53,10 +54,10 @@ ALL_STEPS_MADE = (
 
 
 class PrivateTraining(Reporting):
-    """Trains a model with differential privacy: Poisson batches, per-example clipping, Gaussian noise, a ledger.
+    """Trains a model with differential privacy: random batches, per-example clipping, Gaussian noise, a ledger.
 
     One step is ``grad = (Σᵢ cᵢ gᵢ + noise_multiplier·sensitivity·z) / expected_batch_size`` over the examples i of a
-    Poisson batch, with gᵢ the gradient of example i's own loss, cᵢ the clipping rule's factor and z standard normal;
+    random batch, with gᵢ the gradient of example i's own loss, cᵢ the clipping rule's factor and z standard normal;
     then ``optimizer.step()``. Model, optimizer and schedulers are the user's own and stay as they are.
 
     Some batches are rehearsed: before the batch itself, the loop gets variants of it, with some examples replaced or
@@ -70,11 +71,15 @@ class PrivateTraining(Reporting):
         dataset: map-style; one item is one example, the unit of protection. Its size is treated as public. Or
             `Examples` of a data set, which say how it is fetched, whether examples come in several views, and whether
             their owners are protected.
-        expected_batch_size: q·n, the mean size of the Poisson batches and the divisor of every step; it counts owners
-            where these are protected, as n does.
+        expected_batch_size: q·n, the mean size of the batches and the divisor of every step; it counts owners where
+            these are protected, as n does.
         num_steps: total number of steps (releases); or give ``epochs``.
-        epochs: passes over the data (over the owners, where these are protected), on average: ``num_steps`` is
+        epochs: passes over the data (over the owners, where these are protected): ``num_steps`` is
             ``epochs · n / expected_batch_size``, rounded up.
+        sampling: how examples are drawn: `Poisson`, `BallsAndBins` (each is in exactly one batch of every epoch) or
+            `Truncated`. By default `BallsAndBins` for a whole number of ``epochs``, as it costs less epsilon; the mean
+            batch size is then moved to n over a whole number. `Poisson` for ``num_steps``, and where `BallsAndBins` has
+            no price (`Sketched`, ``noise_schedule``) or would move the batch size by more than 5 %.
         clipping: bounds each per-example gradient: a rule such as ``Flat(clip_norm=1.0)``, a rule with bounds that
             change, ``Flat(1.0).scheduled(factors)``, `Sketched` for models that the tape refuses (norms estimated by
             random projections, which costs epsilon), or `GEP` or `BGEP` (separate noise for the gradients' coordinates
@@ -180,6 +185,7 @@ class PrivateTraining(Reporting):
         expected_batch_size: float,
         num_steps: int | None = None,
         epochs: float | None = None,
+        sampling: Sampling | None = None,
         clipping: Clipping | None = None,
         noise_multiplier: float | None = None,
         noise_schedule: Schedule | None = None,
@@ -201,6 +207,9 @@ class PrivateTraining(Reporting):
         with placement.ranks.together("begins a training"):
             called, examples = Callbacks(callbacks, placement.ranks), examples_of(dataset)
             canaries, num_units = examples.canaries, examples.num_units
+            sampling, expected_batch_size = sampling_of(
+                sampling, epochs, expected_batch_size, num_units, clipping, noise_schedule
+            )
             num_steps = number_of_steps(num_steps, epochs, num_units, expected_batch_size)
             whole("PrivateTraining", num_steps=num_steps, at_least=1)
             settings = TrainingSettings(
@@ -208,6 +217,7 @@ class PrivateTraining(Reporting):
                 num_canaries=0 if canaries is None else canaries.num_canaries,
                 expected_batch_size=expected_batch_size,
                 num_steps=num_steps,
+                sampling=sampling,
                 clipping=clipping.for_steps(num_steps) if isinstance(clipping, Scheduled) else clipping,
                 noise_multiplier=noise_multiplier,
                 noise_schedule=factors_of("PrivateTraining", "noise_schedule", noise_schedule, num_steps),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .. import privacy
 from ..noise import KEY_BYTES, Noise, key_from_test_seed
 from ..privacy.spent import NOT_PRIVATE, Spent
-from ..sampling.poisson import Poisson
+from ..sampling.samplers import PoissonSampler
 from ..support.ranks import Ranks, num_processes
 from ..support.validate import Refused, one_of, plain_number, positive, strictly_between, whole
 from ..support.version import __version__
@@ -160,7 +160,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         noise, key = ranks.from_first((noise, key))  # another machine might round the calibrated noise differently
         with ranks.together("PrivatePCA.fit, sums"), _refusals(ranks):
             event = privacy.NoisyCovariance(noise, self.sampling_probability)
-            chosen = Poisson(num_rows, self.sampling_probability, key).indices(step=0)
+            chosen = PoissonSampler(num_rows, self.sampling_probability, key=key).indices(step=0)
             start, end = np.searchsorted(chosen, [first_row, first_row + len(rows)])
             sums = scaled_second_moment(rows, chosen[start:end] - first_row, bits_for(noise))
         ranks.add_at_first(torch.from_numpy(sums))

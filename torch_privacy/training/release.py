@@ -21,7 +21,6 @@ from .. import privacy
 from ..noise import KEY_BYTES, Noise, key_from_test_seed
 from ..sampling.canaries import WithCanaries
 from ..sampling.owners import OwnerSampler
-from ..sampling.poisson import Poisson
 from ..support.ranks import Ranks, RefusedTogether
 from ..support.validate import Refused
 from .machine import NotRepeated
@@ -80,6 +79,7 @@ class Releases:
         plan: the event of each step.
         ledger: records the releases.
         keys: keys of noise and sampler, equal on all ranks.
+        since: the first step that these keys release.
         resumed: True if the keys are those of a state.
         num_lost: number of releases in the ledger that were not repeated after a crash, so that their steps are made
             again.
@@ -95,21 +95,19 @@ class Releases:
         ledger: privacy.Ledger,
         keys: Keys,
         *,
+        since: int = 0,
         resumed: bool = False,
         num_lost: int = 0,
         canaries: WithCanaries | None = None,
         ranks: Ranks | None = None,
         placement: Placement | None = None,
     ):
-        self._settings, self._plan, self.ledger = settings, plan, ledger
-        self.num_lost, self._is_resumed = num_lost, resumed
+        self._settings, self.plan, self.ledger = settings, plan.begun_anew(since), ledger
+        self.num_lost, self.since, self._is_resumed = num_lost, since, resumed
         self._ranks, self._placement = ranks or Ranks(), placement
         self.noise = Noise(keys[0])
-        self.sampler = (
-            Poisson(settings.num_examples, settings.sampling_probability, keys[1])
-            if settings.owners is None
-            else OwnerSampler(settings.owners, settings.sampling_probability, keys[1])
-        )
+        units = settings.sampling.sampler(settings.num_units, settings.sampling_probability, keys[1])
+        self.sampler = units if settings.owners is None else OwnerSampler(settings.owners, units)
         self._canaries = canaries
         self.indices = lru_cache(maxsize=64)(self._present)  # used by loader, loop and fingerprint
         self._process = os.getpid()
@@ -218,15 +216,15 @@ class Releases:
         if self._ranks.first_does(f"records step {step}", lambda: self._record(step, fingerprint)) == NOT_REPEATED:
             raise NotRepeated
         if not self._ranks.is_first:
-            self.ledger.record(self._plan.at(step), self.number(step), fingerprint)
+            self.ledger.record(self.plan.at(step), self.number(step), fingerprint)
         _RELEASED.setdefault(self.noise.key, {})[step] = fingerprint
 
     def _record(self, step: int, fingerprint: str) -> int:
         self._check_noise(step, fingerprint)
         if self._is_resumed and step not in _RELEASED.get(self.noise.key, {}):
-            if self.ledger.differs(self._plan.at(step), self.number(step), fingerprint):
+            if self.ledger.differs(self.plan.at(step), self.number(step), fingerprint):
                 return NOT_REPEATED
-        self.ledger.record(self._plan.at(step), self.number(step), fingerprint)
+        self.ledger.record(self.plan.at(step), self.number(step), fingerprint)
         return RECORDED
 
     def _joined(self, step: int, fingerprint: str) -> str:

@@ -107,9 +107,9 @@ class Releaser:
 
     def _check_unchanged(self) -> None:
         """Refuses settings that have changed since the start: the release must be the one that the ledger records."""
-        ours, actual = self._setup.settings, self._setup.mechanism.settings()
-        planned = self._setup.plan.at(self._state.step)
-        event, recorded = ours.event(self._setup.mechanism, ours.noise_at(self._state.step)), ours.recorded()
+        ours, mechanism, step = self._setup.settings, self._setup.mechanism, self._state.step
+        actual, planned = mechanism.settings(), self._setup.plan.at(step)
+        event, recorded = ours.event(mechanism, ours.noise_at(step), step), ours.recorded()
         ways = {name: str(recorded[name]) for name in ("jacobian", "perturbation")}
         if event != planned or {name: actual.get(name, str(None)) for name in ways} != ways:
             raise Refused(

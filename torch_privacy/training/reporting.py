@@ -32,7 +32,7 @@ class Reporting:
     @property
     def event(self) -> privacy.Event:
         """Returns the event of the next step, as the accountant prices it; after the last step, that of the last."""
-        return self._setup.plan.at(self._state.step)
+        return self._state.releases.plan.at(self._state.step)
 
     @property
     def clipping(self) -> ClippingRule | None:

@@ -15,6 +15,7 @@ from .machine import Machine, number_of_threads
 from .placement import Whole
 from .release import Keys, Releases, new_keys
 from .run_files import RunFiles
+from .sampling import POISSON
 from .saved_state import check_state
 from .state import Setup, State
 
@@ -24,6 +25,7 @@ FORMER = {  # settings that the first states do not have, and the value that the
     "prior_releases": [],
     "views": 1,
     "owners": None,
+    "sampling": repr(POISSON),
     "after_update": None,
 }
 
@@ -47,14 +49,17 @@ class Resuming:
         self._machine: Machine | None = None  # on which the steps after the state that was loaded were made
         self._repetition = ExitStack()  # while they are repeated
 
-    def new_releases(self, keys: Keys | None = None, *, resumed: bool = False, num_lost: int = 0) -> Releases:
-        """Returns the releases under these keys, or under new ones of rank 0."""
+    def new_releases(
+        self, keys: Keys | None = None, *, since: int = 0, resumed: bool = False, num_lost: int = 0
+    ) -> Releases:
+        """Returns the releases from step ``since`` on, under these keys or under new ones of rank 0."""
         setup = self._setup
         return Releases(
             setup.settings,
             setup.plan,
             setup.ledger,
             self._ranks.from_first(keys or new_keys(setup.settings.test_seed, num_lost)),
+            since=since,
             resumed=resumed,
             num_lost=num_lost,
             canaries=setup.canaries,
@@ -81,6 +86,7 @@ class Resuming:
             "placement": setup.placement.in_words,
             "machine": Machine.here(state.tensors.trained.values()).state(),
             "num_lost": releases.num_lost,
+            "keys_since": releases.since,
             "settings": setup.for_resuming(state.tensors),
             "step_count": state.step,
             "num_non_finite": state.num_non_finite,
@@ -111,8 +117,8 @@ class Resuming:
         self._data = saved.get("data")
         self.copy_ledger()
         keys = bytes.fromhex(saved["noise_key"]), bytes.fromhex(saved["sampler_key"])
-        num_lost = saved.get("num_lost", 0)
-        state.use(self.new_releases(keys, resumed=True, num_lost=num_lost), setup.account)
+        num_lost, since = saved.get("num_lost", 0), saved.get("keys_since", 0)
+        state.use(self.new_releases(keys, since=since, resumed=True, num_lost=num_lost), setup.account)
         self._machine = Machine.from_state(saved.get("machine"))
         state.step, state.num_non_finite = saved["step_count"], saved["num_non_finite"]
         setup.mechanism.load_state(saved)
@@ -126,7 +132,7 @@ class Resuming:
         if replay == "skip":
             self._skip_released()
             if known < len(saved["ledger"]["releases"]):
-                state.use(self.new_releases(num_lost=num_lost), setup.account)
+                state.use(self.new_releases(since=state.step, num_lost=num_lost), setup.account)
 
     def _check_settings(self, saved: Mapping[str, Any]) -> None:
         """Refuses a state of a training with other settings."""
@@ -173,7 +179,7 @@ class Resuming:
         num_lost = len(setup.ledger) - len(setup.settings.prior_releases) - step
         here = Machine.here(state.tensors.trained.values())
         found = "" if self._machine is None else self._machine.differences(here)
-        state.use(self.new_releases(num_lost=num_lost), setup.account)
+        state.use(self.new_releases(since=step, num_lost=num_lost), setup.account)
         allowed = setup.account.steps_allowed
         warn(
             f"PrivateTraining: step {step} did not repeat bit for bit what was released before the training was "

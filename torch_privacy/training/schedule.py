@@ -53,6 +53,13 @@ class Plan:
         """Returns the event of a step; after the last one, that of the last."""
         return self.releases[min(bisect_right(self._ends, step), len(self.releases) - 1)][0]
 
+    def begun_anew(self, step: int) -> Plan:
+        """Returns the plan of what is released from a step on, where it begins an epoch, as under new keys."""
+        event = self.at(step)
+        if not isinstance(event, privacy.LaterBatch):
+            return self
+        return Plan([*self.between(0, step), (event.epoch, 1), *self.between(step + 1, len(self))])
+
     def between(self, start: int, end: int) -> list[tuple[privacy.Event, int]]:
         """Returns the releases of the steps from ``start`` up to ``end``, without ``end``."""
         bounds = [0, *self._ends]

@@ -29,6 +29,7 @@ from ..support.units import ONE_EXAMPLE, plural
 from ..support.validate import Refused, plain_numbers, positive, strictly_between, whole
 from ..support.warning import warn
 from .performance import USUAL, Performance
+from .sampling import POISSON, Sampling
 from .schedule import WHERE, Plan
 
 Clipping = ClippingRule | Sketched | GEP | BGEP | Scheduled
@@ -63,6 +64,7 @@ class TrainingSettings:
     test_seed: int | None = None
     num_canaries: int = 0  # of an audit; part of ``num_examples``
     owners: Owners | None = None
+    sampling: Sampling = POISSON
 
     def __post_init__(self) -> None:
         n = self.num_units
@@ -124,8 +126,12 @@ class TrainingSettings:
         """Returns zero-out, because q is the batch size divided by the number of units, which is the same for both."""
         return privacy.NeighboringRelation.REPLACE_SPECIAL
 
-    def event(self, mechanism: Mechanism, noise_multiplier: float) -> Any:
+    def event(self, mechanism: Mechanism, noise_multiplier: float, step: int) -> privacy.Event:
         """Returns the event of a step with this noise, under the training's neighboring relation."""
+        return self.sampling.event(self._of_poisson(mechanism, noise_multiplier), step, self.num_units)
+
+    def _of_poisson(self, mechanism: Mechanism, noise_multiplier: float) -> privacy.Event:
+        """Returns the event of a step as if examples were drawn by Poisson sampling."""
         event: Any = mechanism.event(noise_multiplier, self.sampling_probability)
         return replace(event, neighboring_relation=self.neighboring_relation)
 
@@ -215,7 +221,7 @@ class TrainingSettings:
         exact = privacy.calibrate(target, delta, sampling_probability=q, num_steps=steps)
         mechanism.check_price(exact, q, steps, delta)
         is_plain = not self.prior_releases and self.noise_schedule is None
-        if is_plain and isinstance(self.event(mechanism, exact), privacy.SubsampledGaussian):
+        if is_plain and isinstance(self.event(mechanism, exact, 0), privacy.SubsampledGaussian):
             return replace(self, noise_multiplier=exact)
         spent = privacy.compose(self.prior_events).epsilon_high(delta)
         if spent >= target:
@@ -250,8 +256,11 @@ class TrainingSettings:
 
     def _plan(self, mechanism: Mechanism, noise_multiplier: float) -> Plan:
         if self.noise_schedule is None:
-            return Plan([(self.event(mechanism, noise_multiplier), self.num_steps)])
-        return Plan((self.event(mechanism, noise_multiplier * factor), 1) for factor in self.noise_schedule)
+            of_step = self._of_poisson(mechanism, noise_multiplier)
+            return Plan(self.sampling.releases(of_step, self.num_steps, self.num_units))
+        self.sampling.check_schedule(self.noise_schedule, round(1 / self.sampling_probability))
+        noise = (noise_multiplier * factor for factor in self.noise_schedule)
+        return Plan((self.event(mechanism, of_step, step), 1) for step, of_step in enumerate(noise))
 
     def _schedules(self) -> dict[str, tuple[float, ...]]:
         """Returns the schedules that were given, by name."""
@@ -267,6 +276,7 @@ class TrainingSettings:
             "expected_batch_size": self.expected_batch_size,
             "num_steps": self.num_steps,
             "views": self.views,
+            "sampling": repr(self.sampling),
             "noise_multiplier": self.noise_multiplier,
             **mechanism.settings(),
             **{name: _digest(factors) for name, factors in self._schedules().items()},
@@ -286,6 +296,7 @@ class TrainingSettings:
             "num_examples": self.num_examples,
             "expected_batch_size": self.expected_batch_size,
             "num_steps": self.num_steps,
+            "sampling": self.sampling,
             "clipping": rule if embedded is None else None,
             "noise_multiplier": self.noise_multiplier,
             "noise_schedule": self.noise_schedule,

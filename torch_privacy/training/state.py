@@ -124,7 +124,7 @@ class State:
     def use(self, releases: Releases, account: Account) -> None:
         """Goes on with these releases, such as those under new keys."""
         self.releases = self.rehearsals.releases = releases
-        account.count_lost(releases.num_lost)
+        account.count_lost(releases.num_lost, releases.plan)
         self.rehearsals.num_steps = account.steps_allowed
 
     def progress(self, callbacks: tuple[str, ...]) -> TrainingProgress:

@@ -67,8 +67,9 @@ class Account:
                 "budget."
             )
 
-    def count_lost(self, num_lost: int) -> None:
-        """Counts the steps allowed, within the target epsilon, after releases that were not repeated."""
+    def count_lost(self, num_lost: int, plan: Plan) -> None:
+        """Counts the steps allowed by what is now planned, after releases that were not repeated."""
+        self._plan = plan
         self.steps_allowed = self._steps_allowed(num_lost)
 
     def _steps_allowed(self, num_lost: int) -> int:
@@ -172,9 +173,7 @@ class Account:
             "delta": settings.delta,
             "epsilon": self._as_json(self._covering(progress)),
             "epsilon_of_steps_made": self._as_json(self.profile()),
-            "releases": [
-                {"event": privacy.event_to_dict(event), "count": count} for event, count in self._ledger.events
-            ],
+            "releases": privacy.releases_to_json(self._ledger.events),
             "treated_as_public": [
                 "num_examples" if settings.owners is None else "num_owners",
                 "model architecture",

@@ -16,7 +16,7 @@ from ..mechanisms.sums import Recording, Summation
 from ..model_check.rehearsal.row_digests import RowAnswers
 from ..model_check.rehearsal.turn import Answers, Turn
 from ..sampling.batches import BatchRequest
-from ..sampling.poisson import Poisson
+from ..sampling.owners import OwnerSampler
 from ..sampling.variants import DatasetExamples
 from ..support.fixed_draws import drawing_in
 from ..support.model_state import MutationGuard
@@ -99,7 +99,7 @@ class StepRun:
     def shares(self, step: int) -> Sequence[Share]:
         """Returns this rank's share of each (micro)batch of a step."""
         releases, mechanism = self._state.releases, self._setup.mechanism
-        if not isinstance(releases.sampler, Poisson):  # rows are owners
+        if isinstance(releases.sampler, OwnerSampler):  # rows are owners
             return releases.parts(step)
         units = mechanism.units(releases.sampler, step, len(releases.records(step)))
         return releases.parts(step, units, mechanism.num_rows)

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How batches are drawn: balls and bins, truncated samples, what they cost, and what is taken by default."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from ranked import VIEWS, case, difference, start, whole_weights
+from torch.utils.data import TensorDataset
+from trainings import (
+    RULES,
+    ZERO_OUT,
+    N,
+    by_each_rule,
+    cross_entropy_of_pair,
+    data,
+    parameters_of,
+    train,
+    training_of,
+)
+
+import torch_privacy as tp
+from torch_privacy import privacy
+from torch_privacy.training import release
+
+BINS = {"sampling": tp.BallsAndBins(), "num_steps": 13}  # 5 batches in an epoch: two epochs, and three batches
+EPOCH = privacy.BallsAndBins(1.0, 5, ZERO_OUT)
+DELTA = 1e-4
+
+
+def first_of_all():
+    """Returns the first number of each example, which tells them apart."""
+    return data().tensors[0][:, 0].tolist()
+
+
+def price(releases, delta=DELTA):
+    return privacy.compose(releases).epsilon(delta)
+
+
+def test_every_example_is_in_one_batch_of_each_epoch():
+    seen = train(training_of(sampling=tp.BallsAndBins(), num_steps=15))
+    epochs = [[x for batch in seen[start : start + 5] for x in batch] for start in (0, 5, 10)]
+    assert all(sorted(epoch) == sorted(first_of_all()) for epoch in epochs)
+    assert len({tuple(map(len, seen[start : start + 5])) for start in (0, 5, 10)}) > 1  # drawn anew
+
+
+def test_the_ledger_has_an_entry_for_each_batch_and_each_epoch_is_paid_once_and_whole():
+    training = training_of(**BINS)
+    train(training)
+    later = privacy.LaterBatch(EPOCH)
+    assert training.ledger.events == [(EPOCH, 1), (later, 4), (EPOCH, 1), (later, 4), (EPOCH, 1), (later, 2)]
+    assert training.spent(DELTA).epsilon == price([(EPOCH, 3)])
+    statement = training.statement()
+    assert statement["sampler"] == "balls and bins"
+    assert statement["sampling_probability"] == 0.2
+    assert statement["expected_batch_size"] == 8
+
+
+def test_a_step_is_that_of_poisson_sampling_on_the_same_batch():
+    """The divisor is the mean size, not that of the batch, and the noise is the key's."""
+    training = training_of(**BINS | {"num_steps": 1})
+    before = parameters_of(training)
+    [batch] = train(training)
+    chosen = np.flatnonzero(np.isin(first_of_all(), batch))
+    whole = training_of(dataset=TensorDataset(*data()[chosen]), expected_batch_size=len(chosen), num_steps=1)
+    train(whole)
+    moved, expected = parameters_of(training) - before, parameters_of(whole) - before
+    torch.testing.assert_close(8 * moved, len(chosen) * expected)
+
+
+@by_each_rule
+def test_microbatches_and_rules_and_a_stop_leave_bits_as_they_are(rule):
+    small = {} if rule == "micro-batches" else {"performance": tp.Performance(microbatch_size=3)}
+    whole, first, second = (training_of(clipping=RULES[rule][0], **BINS, **small) for _ in range(3))
+    batches = train(whole)
+    seen = train(first, steps=7)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    second.model.load_state_dict(first.model.state_dict())
+    assert seen + train(second) == batches
+    assert torch.equal(parameters_of(second), parameters_of(whole))
+    assert second.ledger.state_dict() == whole.ledger.state_dict()
+
+
+@pytest.mark.parametrize("stop", [6, 10])
+def test_under_new_keys_the_epoch_is_paid_again(monkeypatch, stop):
+    def made(**settings):
+        model = torch.nn.Linear(3, 2)
+        return tp.PrivateTraining(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), data(), expected_batch_size=8, num_steps=13,
+            sampling=tp.BallsAndBins(), clipping=tp.Flat(0.5), delta=DELTA, **settings,
+        )  # fmt: skip
+
+    training = made(target_epsilon=20.0)
+    train(training, steps=stop)
+    state, weights = training.state_dict(), copy.deepcopy(training.model.state_dict())
+    train(training, steps=12)
+    state["ledger"] = training.ledger.state_dict()
+    monkeypatch.setattr(release, "_RELEASED", {})
+    again = made(target_epsilon=20.0)
+    again.load_state_dict(copy.deepcopy(state))
+    again.model.load_state_dict({name: 1.001 * weight for name, weight in weights.items()})
+    with pytest.warns(UserWarning, match="did not repeat bit for bit"):
+        train(again)
+    epoch = again.ledger.events[0][0]
+    assert isinstance(epoch, privacy.BallsAndBins)
+    later = privacy.LaterBatch(epoch)
+    expected = [(epoch, 1), (later, 4), (epoch, 1), (later, 4), (epoch, 1), (later, 1)]
+    lost = 12 - stop
+    assert again.num_lost == lost
+    assert again.ledger.events[: len(expected)] == expected
+    new = [event for event, count in again.ledger.events[len(expected) :] for _ in range(count)]
+    starts = [stop + place for place, event in enumerate(new) if event == epoch]
+    assert starts == [step for step in range(stop, again.step_count) if step == stop or step % 5 == 0]
+    assert again.spent().epsilon.high <= 20.0
+    kept = again.state_dict()
+    third = made(target_epsilon=20.0)
+    third.load_state_dict(copy.deepcopy(kept))
+    assert third.spent() == again.spent()
+
+
+OF_BINS = case(**BINS)
+
+
+def on_rank(rank: int | None, how: str | None) -> tuple[dict[str, torch.Tensor], list[tuple[int, float]], dict]:
+    """Returns the weights, the examples that this rank got in each step, and the ledger."""
+    training, seen = start(OF_BINS, how, "sgd"), []
+    for batch in training:
+        step = training.step_count
+        training.step(cross_entropy_of_pair(training.model, batch))
+        if not training.rehearsing and not training.stands_in:
+            seen += [(step // 5, x) for x in batch[0][:, 0].tolist()]
+    return whole_weights(training.model), seen, training.ledger.state_dict()["events"]
+
+
+@VIEWS
+def test_two_ranks_divide_the_batches_of_one_process(ranks2):
+    weights, seen, events = on_rank(None, None)
+    found = ranks2.run(on_rank, "layers")
+    assert sorted(found[0][1] + found[1][1]) == sorted(seen)
+    for own, _, recorded in found:
+        assert difference(own, weights) <= 1e-9
+        assert recorded == events
+
+
+def test_owners_are_in_one_batch_of_each_epoch():
+    ids = np.arange(N) // 4
+    training = training_of(
+        examples={"owners": ids, "per_owner": 2}, sampling=tp.BallsAndBins(), num_steps=10, expected_batch_size=2
+    )
+    owner_of, seen = dict(zip(first_of_all(), ids.tolist(), strict=True)), train(training)
+    batches = [sorted({owner_of[x] for x in batch}) for batch in seen]
+    assert sum(map(len, seen)) == 2 * 10 * 2
+    counts = np.bincount([owner for batch in batches for owner in batch], minlength=10)
+    assert counts.tolist() == [2] * 10
+    assert training.ledger.events[0] == (privacy.BallsAndBins(1.0, 5, ZERO_OUT, unit="owner"), 1)
+
+
+# What it costs
+
+
+def test_a_target_is_met_with_less_noise_than_under_poisson_sampling():
+    given = {"noise_multiplier": None, "target_epsilon": 3.0, "delta": DELTA, "epochs": 3, "num_steps": None}
+    bins, poisson = (training_of(**given, sampling=sampling) for sampling in (tp.BallsAndBins(), tp.Poisson()))
+    noise, others = bins.settings.noise_multiplier, poisson.settings.noise_multiplier
+    assert noise is not None
+    assert others is not None
+    assert price([(privacy.BallsAndBins(noise, 5), 3)]).high <= 3.0
+    assert price([(privacy.BallsAndBins(noise * (1 - 2e-4), 5), 3)]).high > 3.0
+    assert noise < 0.97 * others
+
+
+def test_a_budget_stops_before_the_epoch_that_would_exceed_it():
+    budget = privacy.Budget(price([(EPOCH, 2)]).high + 1e-6, DELTA)
+    training = training_of(**BINS, budget=budget)
+    train(training)
+    assert training.step_count == 10
+
+
+@pytest.mark.parametrize("clipping", [tp.Adaptive(0.5, count_noise_stddev=4.0), tp.PerLayer(0.5)])
+def test_releases_that_are_one_gaussian_have_the_price_of_an_epoch(clipping):
+    assert training_of(**BINS, clipping=clipping).event == EPOCH
+
+
+# Defaults and refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "sampling", "size"),
+    [
+        ({"epochs": 2}, tp.BallsAndBins(), 8),
+        ({"epochs": 2, "expected_batch_size": 7}, tp.BallsAndBins(), 40 / 6),
+        ({"epochs": 2.0, "expected_batch_size": 3.3}, tp.BallsAndBins(), 40 / 12),
+        ({"epochs": 2, "expected_batch_size": 30}, tp.Poisson(), 30),  # 1 batch of 40, or 2 of 20
+        ({"epochs": 1.5}, tp.Poisson(), 8),
+        ({"epochs": 0.5}, tp.Poisson(), 8),
+        ({"num_steps": 10}, tp.Poisson(), 8),
+        ({"epochs": 2, "noise_schedule": lambda step: 1 + step}, tp.Poisson(), 8),
+        ({"epochs": 2, "clipping": tp.Sketched(64, clip_norm=0.5)}, tp.Poisson(), 8),
+        ({"epochs": 2, "clipping": tp.Sketched(64, clip_norm=0.5).scheduled(lambda step: 1.0)}, tp.Poisson(), 8),
+        ({"epochs": 2, "sampling": tp.Poisson()}, tp.Poisson(), 8),
+        ({"epochs": 2, "sampling": tp.Truncated(most=12)}, tp.Truncated(most=12), 8),
+    ],
+)
+def test_epochs_are_balls_and_bins_where_these_have_a_price(settings, sampling, size):
+    training = training_of(**{"num_steps": None} | settings)
+    assert training.settings.sampling == sampling
+    assert training.settings.expected_batch_size == size
+    if training.settings.sampling == tp.BallsAndBins():
+        assert training.settings.num_steps == 2 * round(40 / size)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"expected_batch_size": 7},
+            r"= 5\.71429\. Nearest: 6\.666666667 \(6 batches\) or 8 \(5 batches\)",
+        ),
+        ({"expected_batch_size": 30}, r"Nearest: 40 \(1 batches\) or 20 \(2 batches\)|Nearest: 20 .* or 40"),
+        ({"clipping": tp.Sketched(64, clip_norm=0.5)}, r"no known price for SubsampledJL.*tp\.Poisson\(\)"),
+        ({"noise_schedule": lambda step: 1 + step}, r"changes within the epoch of steps 0 to 4.*tp\.Poisson\(\)"),
+        ({"num_steps": None, "epochs": 0}, r"epochs=0"),
+        ({"expected_batch_size": 0}, r"expected_batch_size=0"),
+        ({"expected_batch_size": 41}, r"expected_batch_size=41 must be at most 40"),
+        ({"sampling": "bins"}, r"sampling='bins' must be tp\.Poisson\(\)"),
+    ],
+)
+def test_what_has_no_price_in_bins_is_refused(settings, message):
+    with pytest.raises((tp.Refused, ValueError), match=message):
+        training_of(**BINS | settings)
+
+
+def test_a_size_that_is_whole_up_to_rounding_is_taken():
+    training = training_of(**BINS | {"expected_batch_size": 6.6666667})
+    assert training.settings.expected_batch_size == 40 / 6
+    assert training.event == privacy.BallsAndBins(1.0, 6, ZERO_OUT)
+
+
+def test_the_noise_may_change_between_epochs():
+    training = training_of(**BINS, noise_schedule=lambda step: 1 + step // 5)
+    train(training)
+    epochs = [privacy.BallsAndBins(noise, 5, ZERO_OUT) for noise in (1.0, 2.0, 3.0)]
+    assert training.profile().epsilon(DELTA) == price([(epoch, 1) for epoch in epochs])
+
+
+def test_a_state_of_other_sampling_is_refused():
+    training = training_of(**BINS)
+    train(training, steps=2)
+    with pytest.raises(tp.Refused, match=r"sampling='Poisson\(\)' \(the state has 'BallsAndBins\(\)'\)"):
+        training_of(num_steps=13).load_state_dict(training.state_dict())
+
+
+# Truncated
+
+
+def test_a_truncated_training_has_at_most_so_many_examples_and_its_price():
+    training = training_of(sampling=tp.Truncated(most=9), num_steps=30)
+    sizes = [len(batch) for batch in train(training)]
+    assert max(sizes) == 9
+    assert sizes.count(9) > 5
+    event = privacy.TruncatedGaussian(1.0, 0.2, N, 9)
+    assert training.ledger.events == [(event, 30)]
+    assert training.spent(DELTA).epsilon == price([(event, 30)])
+    assert "truncated Poisson sampling" in str(training.spent(DELTA))
+
+
+@pytest.mark.parametrize("most", [0, 2.5, "3"])
+def test_a_size_that_is_no_number_is_refused(most):
+    with pytest.raises(ValueError, match="Truncated: most="):
+        tp.Truncated(most=most)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides the setting ``sampling``: how the examples of each batch are drawn, and what a batch costs by that."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .. import privacy
+from ..mechanisms.estimated_norms import Sketched
+from ..mechanisms.scheduled import Scheduled
+from ..sampling.samplers import BinsSampler, PoissonSampler, Sampler, TruncatedSampler
+from ..support.validate import Refused, plain_number, plain_numbers, whole
+
+WHERE = "PrivateTraining"
+WHOLE = 1e-6  # relative distance of n/B to a whole number that is taken for rounding
+NEAR = 0.05  # the same, up to which the mean batch size is moved where nobody chose the sampling
+
+
+class Sampling(ABC):
+    """Says how the examples, or the owners, of each batch are drawn: the setting ``sampling`` of `PrivateTraining`."""
+
+    def mean_size(self, expected_batch_size: float, num_units: int) -> float:
+        """Returns the mean batch size, which is the given one up to rounding; refuses one that is not possible."""
+        return expected_batch_size
+
+    @abstractmethod
+    def sampler(self, num_units: int, sampling_probability: float, key: bytes) -> Sampler:
+        """Returns what draws the batches, from a secret key."""
+
+    @abstractmethod
+    def event(self, of_step: privacy.Event, step: int, num_units: int) -> privacy.Event:
+        """Returns what a step releases, from its event under Poisson sampling with the same mean size."""
+
+    @abstractmethod
+    def releases(self, of_step: privacy.Event, num_steps: int, num_units: int) -> list[tuple[privacy.Event, int]]:
+        """Returns the events of equal steps, in order, each with its count."""
+
+    def check_schedule(self, factors: Sequence[float], num_bins: int) -> None:  # noqa: B027
+        """Refuses a schedule of the noise under which steps have no price."""
+
+
+@dataclass(frozen=True)
+class Poisson(Sampling):
+    """Every example joins every batch independently, with probability q = ``expected_batch_size / n``.
+
+    An example is in ``epochs`` batches on average, in some run in none and in some in more. Every mechanism has a price
+    under it, every number of steps, and every mean batch size.
+
+    Source: Abadi et al. (2016), arXiv:1607.00133.
+    """
+
+    def sampler(self, num_units: int, sampling_probability: float, key: bytes) -> Sampler:
+        return PoissonSampler(num_units, sampling_probability, key=key)
+
+    def event(self, of_step: privacy.Event, step: int, num_units: int) -> privacy.Event:
+        return of_step
+
+    def releases(self, of_step: privacy.Event, num_steps: int, num_units: int) -> list[tuple[privacy.Event, int]]:
+        return [(of_step, num_steps)]
+
+
+@plain_numbers
+@dataclass(frozen=True)
+class Truncated(Poisson):
+    """Poisson sampling in which at most ``most`` examples of a batch stay, chosen uniformly by the secret key.
+
+    Batches have a largest size, so that memory and time have a bound. The divisor stays ``expected_batch_size``. The
+    price depends on n, which is public: it grows with the chance that a batch is cut, and is that of `Poisson` to 0.1 %
+    where ``most`` is 5 standard deviations above the mean batch size B, at about B + 5 √B.
+
+    Args:
+        most: largest number of examples, or of owners, in a batch, at least 1.
+
+    Raises:
+        ValueError: ``most`` is no whole number above 0.
+        Refused: norms are estimated or several sums are released, so that no price is known.
+
+    Source: arXiv:2508.15089, as dp-accounting implements it.
+    """
+
+    most: int
+
+    def __post_init__(self) -> None:
+        whole("Truncated", at_least=1, most=self.most)
+
+    def sampler(self, num_units: int, sampling_probability: float, key: bytes) -> Sampler:
+        return TruncatedSampler(num_units, sampling_probability, self.most, key=key)
+
+    def event(self, of_step: privacy.Event, step: int, num_units: int) -> privacy.Event:
+        try:
+            return privacy.truncated(of_step, num_units, self.most)
+        except ValueError as error:
+            raise _no_price(self, of_step, error) from None
+
+    def releases(self, of_step: privacy.Event, num_steps: int, num_units: int) -> list[tuple[privacy.Event, int]]:
+        return [(self.event(of_step, 0, num_units), num_steps)]
+
+
+@dataclass(frozen=True)
+class BallsAndBins(Sampling):
+    """Every example is in exactly one of the t = ``n / expected_batch_size`` batches of each epoch.
+
+    Each example draws its batch by itself, anew in every epoch, so that batches differ in size: Binomial(n, 1/t). An
+    epoch costs less than t Poisson batches; one that is broken off costs a whole one, and so does what is made of an
+    epoch again under new keys, after a resumed training did not repeat.
+
+    `PrivateTraining` takes it by default for a whole number of ``epochs``, where the clipping has exact norms and the
+    noise is the same in all steps. The mean batch size is then moved by at most 5 %, to n over a whole number.
+
+    Guarantees:
+        - the price is that of `privacy.BallsAndBins` for each epoch begun, which is certified.
+
+    Raises:
+        Refused: n / expected_batch_size is not whole; norms are estimated, so that no price is known; or the noise
+            changes within an epoch.
+
+    Source: Chua et al. (2024), arXiv:2412.16802. Other texts draw the bins once for all epochs, which costs more.
+    """
+
+    def mean_size(self, expected_batch_size: float, num_units: int) -> float:
+        if not 0 < expected_batch_size <= num_units:
+            return expected_batch_size  # `TrainingSettings` refuses it
+        exact = num_units / expected_batch_size
+        bins = round(exact)
+        if abs(exact - bins) <= WHOLE * bins:
+            return num_units / bins
+        near = sorted({max(1, int(exact)), int(exact) + 1}, key=lambda t: abs(exact - t))
+        sizes = " or ".join(f"{num_units / t:.10g} ({t} batches)" for t in near)
+        raise Refused(
+            f"{WHERE}: sampling=BallsAndBins() needs a whole number of batches in an epoch, but "
+            f"expected_batch_size={expected_batch_size!r} gives {num_units} / {expected_batch_size!r} = {exact:.6g}. "
+            f"Nearest: {sizes}."
+        )
+
+    def sampler(self, num_units: int, sampling_probability: float, key: bytes) -> Sampler:
+        return BinsSampler(num_units, round(1 / sampling_probability), key=key)
+
+    def event(self, of_step: privacy.Event, step: int, num_units: int) -> privacy.Event:
+        epoch, bins = self._epoch(of_step)
+        return privacy.LaterBatch(epoch) if step % bins else epoch
+
+    def releases(self, of_step: privacy.Event, num_steps: int, num_units: int) -> list[tuple[privacy.Event, int]]:
+        epoch, bins = self._epoch(of_step)
+        releases: list[tuple[privacy.Event, int]] = []
+        for start in range(0, num_steps, bins):
+            later = min(bins, num_steps - start) - 1
+            releases += [(epoch, 1), (privacy.LaterBatch(epoch), later)] if later else [(epoch, 1)]
+        return releases
+
+    def check_schedule(self, factors: Sequence[float], num_bins: int) -> None:
+        for start in range(0, len(factors), num_bins):
+            of_epoch = factors[start : start + num_bins]
+            if len({*of_epoch}) > 1:
+                raise Refused(
+                    f"{WHERE}: noise_schedule changes within the epoch of steps {start} to "
+                    f"{start + len(of_epoch) - 1}, and sampling=BallsAndBins() has a price only for epochs with equal "
+                    "noise. Change it between epochs, or pass sampling=tp.Poisson()."
+                )
+
+    def _epoch(self, of_step: privacy.Event) -> tuple[privacy.BallsAndBins, int]:
+        """Returns the event of an epoch of these steps, and the number of its batches."""
+        bins = round(1 / getattr(of_step, "sampling_probability", 1.0))
+        try:
+            return privacy.in_bins(of_step, bins), bins
+        except ValueError as error:
+            raise _no_price(self, of_step, error) from None
+
+
+POISSON = Poisson()
+
+
+def _no_price(sampling: Sampling, of_step: privacy.Event, error: ValueError) -> Refused:
+    return Refused(
+        f"{WHERE}: sampling={sampling!r} has no known price for {type(of_step).__name__}: {error} Pass "
+        "sampling=tp.Poisson(), or clip by exact norms."
+    )
+
+
+def sampling_of(
+    given: Sampling | None, epochs: float | None, expected_batch_size: float, num_units: int, clipping: object,
+    noise_schedule: object,
+) -> tuple[Sampling, float]:  # fmt: skip
+    """Returns how examples are drawn, and the mean batch size: the setting, or what `BallsAndBins` says by default."""
+    size, passes = plain_number(expected_batch_size), plain_number(epochs)
+    if given is not None:
+        if not isinstance(given, Sampling):
+            known = "tp.Poisson(), tp.BallsAndBins() or tp.Truncated(most=...)"
+            raise ValueError(f"{WHERE}: sampling={given!r} must be {known}.")
+        return given, given.mean_size(size, num_units)
+    numbers = isinstance(size, int | float) and isinstance(passes, int | float)
+    if not numbers or not 0 < size <= num_units or not (passes >= 1 and passes == round(passes)):  # not NaN either
+        return POISSON, size
+    rule = clipping.rule if isinstance(clipping, Scheduled) else clipping
+    if isinstance(rule, Sketched) or noise_schedule is not None:
+        return POISSON, size
+    mean = num_units / max(1, round(num_units / size))
+    return (BallsAndBins(), mean) if abs(mean - size) <= NEAR * size else (POISSON, size)
