@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .training.callbacks import Callback as Callback
     from .training.callbacks import StepLog as StepLog
     from .training.canaries import Observed as Observed
+    from .training.correlation import Banded as Banded
     from .training.loop import PrivateTraining as PrivateTraining
     from .training.monitors import LoggingCallback as LoggingCallback
     from .training.monitors import TensorBoardCallback as TensorBoardCallback
@@ -62,6 +63,7 @@ _HOME = {
     "Automatic": "mechanisms.clipping",
     "BGEP": "mechanisms.gep",
     "BallsAndBins": "training.sampling",
+    "Banded": "training.correlation",
     "Callback": "training.callbacks",
     "Checkup": "model_check",
     "ClippingRule": "mechanisms.clipping",

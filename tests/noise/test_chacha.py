@@ -139,7 +139,7 @@ def test_its_key_is_not_that_of_the_other_generator():
 
 def test_the_device_of_a_tensor_chooses_its_generator(monkeypatch):
     """Here a GPU's tensors are those in float64."""
-    monkeypatch.setattr(gaussian, "_has_generator", lambda tensor: tensor.dtype == torch.float64)
+    monkeypatch.setattr(gaussian, "has_generator", lambda tensor: tensor.dtype == torch.float64)
     sums = {"a": torch.zeros(9).float(), "b": torch.zeros(11).double(), "c": torch.zeros(5).float()}
     filled = {name: total.clone() for name, total in sums.items()}
     Noise(bytes(32)).add_to(0, sums, 1.0)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from torch_privacy.sampling.samplers import BinsSampler, PoissonSampler, TruncatedSampler
+from torch_privacy.sampling.samplers import BinsSampler, CyclicSampler, PoissonSampler, TruncatedSampler
 
 KEY = bytes(range(32))
 STEPS = 4000
@@ -130,3 +130,25 @@ def test_a_truncated_sample_is_a_uniform_part_of_the_poisson_sample():
     assert len(counts) == 6  # the pairs of 4
     assert stats.chisquare(list(counts.values())).pvalue > 1e-4
     assert stats.chisquare(joined).pvalue > 1e-4
+
+
+def test_classes_take_turns_and_are_drawn_once_uniformly_and_independently():
+    n, b, q, steps = 60, 4, 0.1, 4000
+    sampler = CyclicSampler(n, q, b, key=KEY)
+    joined = np.zeros((steps, n))
+    for step in range(steps):
+        indices = sampler.indices(step)
+        assert (sampler.classes[indices] == step % b).all()
+        joined[step, indices] = 1
+    own = joined.reshape(-1, b, n)[:, sampler.classes, np.arange(n)]  # the steps at which it is an example's turn
+    chi_square = ((own.sum(0) - own.shape[0] * q * b) ** 2 / (own.shape[0] * q * b * (1 - q * b))).sum()
+    assert 1e-4 < stats.chi2.sf(chi_square, n) < 1 - 1e-4
+    keys = [bytes([k]) * 32 for k in range(200)]
+    classes = np.stack([CyclicSampler(n, q, b, key=key).classes for key in keys])
+    assert stats.chisquare(np.bincount(classes.ravel(), minlength=b)).pvalue > 1e-4
+    assert np.abs(np.corrcoef(classes.T)[np.triu_indices(n, 1)]).max() < 5.5 / len(keys) ** 0.5
+
+
+def test_in_fixed_order_nothing_is_random():
+    sampler = CyclicSampler(10, 1 / 4, 4, in_order=True)
+    assert [sampler.indices(step).tolist() for step in range(5)] == [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7], [0, 4, 8]]

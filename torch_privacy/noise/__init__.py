@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gaussian noise from cryptographic generators, on a grid: a function of key, step and place."""
 
+from .banded import BandedNoise as BandedNoise
 from .gaussian import Noise as Noise
 from .gaussian import generators as generators
 from .gaussian import key_from_test_seed as key_from_test_seed

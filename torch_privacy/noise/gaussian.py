@@ -79,12 +79,12 @@ class Noise:
                 that two tensors would share; nothing was added.
         """
         whole("Noise.add_to", at_most=MAX_STEP, step=step)
-        scales = {name: _checked(stddev[name] if isinstance(stddev, Mapping) else stddev) for name in sums}
+        scales = {name: checked_stddev(stddev[name] if isinstance(stddev, Mapping) else stddev) for name in sums}
         firsts = places_of("Noise.add_to", sums, places)
         for generator, parts in self._by_generator((sums[name], firsts[name], scales[name]) for name in sums):
             generator.add(step, parts)
 
-    def fill(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+    def fill(self, step: int, tensors: Mapping[str, Tensor], places: Mapping[str, int] | None = None) -> None:
         """Overwrites the tensors with the step's standard normal numbers, rounded to their dtype.
 
         This is for random directions and the like; use ``add_to``, which rounds to the grid, to protect data.
@@ -92,9 +92,10 @@ class Noise:
         Args:
             step: number of the step, from 0 to 2^64 - 1; one number must never be used twice.
             tensors: name -> contiguous tensor of any floating-point dtype.
+            places: as for `add_to`.
         """
         whole("Noise.fill", at_most=MAX_STEP, step=step)
-        firsts = places_of("Noise.fill", tensors, None)
+        firsts = places_of("Noise.fill", tensors, places)
         for generator, parts in self._by_generator((tensors[name], firsts[name], 1.0) for name in tensors):
             generator.fill(step, parts)
 
@@ -104,22 +105,23 @@ class Noise:
         there: list[Part] = []
         for part in parts:
             if part[2]:
-                (there if _has_generator(part[0]) else here).append(part)
+                (there if has_generator(part[0]) else here).append(part)
         return [(g, its) for g, its in ((self._device, there), (self._processor, here)) if its]
 
 
 def generators(tensors: Iterable[Tensor]) -> str:
     """Returns the names of the generators that make the noise of these tensors."""
-    names = {DeviceNormals.name if _has_generator(tensor) else ProcessorNormals.name for tensor in tensors}
+    names = {DeviceNormals.name if has_generator(tensor) else ProcessorNormals.name for tensor in tensors}
     return " and ".join(sorted(names))
 
 
-def _has_generator(tensor: Tensor) -> bool:
+def has_generator(tensor: Tensor) -> bool:
     """True if noise is made on the tensor's device itself, which needs float64."""
     return not tensor.is_cpu and tensor.device.type != "mps"
 
 
-def _checked(stddev: float) -> float:
+def checked_stddev(stddev: float) -> float:
+    """Returns a standard deviation of noise; refuses one that is negative, not finite, or tiny."""
     if stddev != 0 and not MIN_STDDEV <= stddev < math.inf:
         raise ValueError(f"Noise.add_to: stddev={stddev!r} must be 0, or a finite number of at least 2^-900.")
     return float(stddev)

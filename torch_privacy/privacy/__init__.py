@@ -23,12 +23,15 @@ from .calibrate import largest_sampling_probability as largest_sampling_probabil
 from .calibrate import most_steps as most_steps
 from .compose import Profile as Profile
 from .compose import compose as compose
+from .correlated import Workload as Workload
+from .correlated import best_coefficients as best_coefficients
+from .correlated import mean_error as mean_error
+from .events.banded import BandedGaussian as BandedGaussian
 from .events.base import Event as Event
 from .events.base import NeighboringRelation as NeighboringRelation
 from .events.base import event_from_dict as event_from_dict
 from .events.base import event_to_dict as event_to_dict
 from .events.base import priced as priced
-from .events.base import releases_to_json as releases_to_json
 from .events.concentrated import ZeroConcentrated as ZeroConcentrated
 from .events.counts import Laplace as Laplace
 from .events.counts import RandomizedResponse as RandomizedResponse

@@ -17,6 +17,7 @@ from .compose import compose
 from .engines.curve import bisect, crossing
 from .engines.moment_bound import log_moments_of_gaussian
 from .events.base import Event, check_noise, checked_releases
+from .events.charged import charged
 from .events.gaussian import SubsampledGaussian
 from .pairs.gaussian import SubsampledGaussianPair
 from .tradeoff import Gaussian
@@ -172,7 +173,7 @@ def moments_of(
     strictly_between("moments", 0, 1, delta=delta)
     values = _check_orders("moments", orders, above=0)
     total = np.zeros(len(values))
-    for event, count in checked_releases("moments_of", events):
+    for event, count in charged(checked_releases("moments_of", events)):
         pair = event.dominating_pair()
         if not isinstance(pair, SubsampledGaussianPair):
             raise ValueError(f"moments_of: {event!r} is not one Poisson-sampled Gaussian release. Use compose.")

@@ -15,7 +15,7 @@ from .bracket import Bracket
 from .engines.curve import Curve, Value
 from .engines.dispatch import METHODS, curves
 from .events.base import REMOVALS, Event, NeighboringRelation, checked_releases
-from .events.epochs import paid
+from .events.charged import charged
 from .pairs.base import DominatingPair, PairBounds
 from .rounding import fixed
 from .tradeoff import PiecewiseLinear, metrics, of_profile
@@ -242,7 +242,7 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
     """
     events = checked_releases("compose", events)
     one_of("compose", METHODS, method=method)
-    paid(events)
+    charged(events)
     relation_of({event.neighboring_relation for event, _ in events})
     units = sorted({event.unit for event, _ in events})
     if len(units) > 1:
@@ -274,7 +274,7 @@ def _check_delta(where: str, delta: float) -> None:
 def _merged(events: Sequence[tuple[Event, int]]) -> list[tuple[DominatingPair | PairBounds, int]]:
     """Returns each different pair once, with how often it occurs in all."""
     of_events: Counter[Event] = Counter()
-    for event, count in paid(events):
+    for event, count in charged(events):
         of_events[event] += count
     counts: dict[DominatingPair | PairBounds, int] = {}
     for event, count in of_events.items():

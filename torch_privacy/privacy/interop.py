@@ -14,6 +14,7 @@ from typing import Any
 
 from ..support.validate import Refused, plain_number, whole
 from .events.base import Event, NeighboringRelation, checked_releases
+from .events.charged import charged
 from .events.counts import Laplace
 from .events.gaussian import Gaussian, SubsampledBlocks, SubsampledGaussian, TruncatedGaussian
 from .ledger import Ledger, Release
@@ -45,7 +46,7 @@ def to_dp_event(releases: Ledger | Releases) -> Any:
         100
     """
     dp_event = _dp_event("to_dp_event")
-    pairs = checked_releases("to_dp_event", releases.events if isinstance(releases, Ledger) else releases)
+    pairs = charged(checked_releases("to_dp_event", releases.events if isinstance(releases, Ledger) else releases))
     refused = {repr(event): reason for event, _ in pairs if (reason := _no_counterpart(event))}
     if refused:
         listed = "; ".join(f"{event} {reason}" for event, reason in refused.items())

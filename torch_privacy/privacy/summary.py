@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from torch_privacy import privacy
+from torch_privacy.privacy.events.base import releases_to_json
 from torch_privacy.privacy.rounding import round_down, round_up, scientific
 from torch_privacy.support.validate import InvalidValue
 
@@ -46,7 +47,7 @@ class Summary:
             "sampler": profile.sampler,
             **({} if steps is None else dict(zip(("noise_multiplier", "sampling_probability"), steps, strict=False))),
             "num_steps": sum(count for _, count in self.releases),
-            "releases": privacy.releases_to_json(self.releases),
+            "releases": releases_to_json(self.releases),
             "delta": self.delta,
             "epsilon": {"low": _or_none(self.epsilon_low), "high": _or_none(self.epsilon_high)},
             "clt": {

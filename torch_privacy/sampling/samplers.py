@@ -7,6 +7,7 @@ import hashlib
 import secrets
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -143,3 +144,38 @@ class BinsSampler(Sampler):
             self._of_epochs.pop(epoch - 2, None)  # batches are fetched ahead, so that two epochs are in use
         order, ends = self._of_epochs[epoch]
         return order[ends[number - 1] if number else 0 : ends[number]]
+
+
+@plain_numbers
+@dataclass(frozen=True)
+class CyclicSampler(PoissonSampler):
+    """Every example has a class, and joins only the steps whose turn it is, each with probability q times the classes.
+
+    Args:
+        num_examples: size n of the dataset.
+        sampling_probability: q, the mean batch size over n.
+        num_classes: b; step t draws from class t mod b.
+        in_order: True if class and batches are fixed by the place in the data set: q b is 1, and nothing is random.
+        key: as for `PoissonSampler`.
+
+    Guarantees:
+        - An example's class is a function of the key and its index, uniform and independent of all others, and the same
+          in the whole run, so that it is never in two steps less than b apart.
+    """
+
+    num_classes: int
+    in_order: bool = False
+
+    @cached_property
+    def classes(self) -> np.ndarray:
+        """The class of each example, (n,)."""
+        if self.in_order:
+            return np.arange(self.num_examples) % self.num_classes
+        return self._generator(0, b"classes").integers(self.num_classes, size=self.num_examples)
+
+    def indices(self, step: int) -> np.ndarray:
+        whole("CyclicSampler.indices", step=step)
+        members = np.flatnonzero(self.classes == step % self.num_classes)
+        generator, q = self._generator(step), min(1.0, self.sampling_probability * self.num_classes)
+        batch_size = generator.binomial(len(members), q)
+        return members[np.sort(generator.choice(len(members), batch_size, replace=False, shuffle=False))]

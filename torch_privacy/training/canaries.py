@@ -246,6 +246,11 @@ class Observation(Listener):
                 "tp.audit: with MicroBatches a canary has no gradient of its own, so releases cannot be scored. Take "
                 'score="loss", and records as canaries.'
             )
+        if settings.correlation is not None and (self._by_releases or not data.are_records):
+            raise Refused(
+                "tp.audit: with correlation= a release shows what earlier ones did, so that it cannot be scored alone. "
+                'Take score="loss", and records as canaries.'
+            )
         if isinstance(settings.unscheduled, Sketched) and not data.are_records:
             raise Refused(
                 f"tp.audit: GradientCanaries cannot be used with clipping={settings.clipping!r}, which estimates norms "

@@ -26,6 +26,7 @@ from ..support.warning import warn
 from .accelerate import check_not_for_accelerate
 from .callbacks import Callback, Callbacks
 from .canaries import Observation
+from .correlation import Banded, check_correlated
 from .listeners import Listeners
 from .loop_checks import name_of
 from .making import Own, agree, make_rehearsals, make_setup, make_state
@@ -37,7 +38,7 @@ from .releaser import Releaser
 from .reporting import Reporting
 from .resuming import Resuming
 from .run_files import Scores
-from .sampling import Sampling, sampling_of
+from .sampling import POISSON, Sampling, sampling_of
 from .schedule import number_of_steps
 from .settings import Clipping, TrainingSettings
 from .state import StepSums
@@ -88,6 +89,7 @@ class PrivateTraining(Reporting):
         noise_schedule: factor on the noise multiplier in every step: a function of the step, from 0 on, or a number for
             each. Every step is priced with its own noise. With ``target_epsilon`` the whole schedule is scaled. It is
             computed before the first batch, so that it cannot follow the data.
+        correlation: `Banded`, noise that takes back part of the noise of earlier steps; it draws the batches itself.
         target_epsilon: calibrates the noise multiplier so that all ``num_steps`` spend at most this at ``delta``.
         delta: for ``target_epsilon`` and ``spent()``; must be below 1/n, and a warning asks for 1/(10 n) or less.
         budget: ``privacy.Budget(epsilon, delta)``; training stops by itself before the step that would exceed it, if
@@ -189,6 +191,7 @@ class PrivateTraining(Reporting):
         clipping: Clipping | None = None,
         noise_multiplier: float | None = None,
         noise_schedule: Schedule | None = None,
+        correlation: Banded | None = None,
         target_epsilon: float | None = None,
         delta: float | None = None,
         budget: privacy.Budget | None = None,
@@ -207,9 +210,13 @@ class PrivateTraining(Reporting):
         with placement.ranks.together("begins a training"):
             called, examples = Callbacks(callbacks, placement.ranks), examples_of(dataset)
             canaries, num_units = examples.canaries, examples.num_units
-            sampling, expected_batch_size = sampling_of(
-                sampling, epochs, expected_batch_size, num_units, clipping, noise_schedule
-            )
+            if correlation is None:
+                sampling, expected_batch_size = sampling_of(
+                    sampling, epochs, expected_batch_size, num_units, clipping, noise_schedule
+                )
+            else:
+                check_correlated(correlation, sampling, clipping, noise_schedule)
+                sampling = POISSON  # until the number of steps is known
             num_steps = number_of_steps(num_steps, epochs, num_units, expected_batch_size)
             whole("PrivateTraining", num_steps=num_steps, at_least=1)
             settings = TrainingSettings(
@@ -232,6 +239,8 @@ class PrivateTraining(Reporting):
                 test_seed=test_seed,
                 owners=examples.known_owners,
             )
+            if correlation is not None:
+                settings = settings.correlated(correlation)
             own = Own(model, optimizer, scheduler, after_update)
             setup, files = make_setup(placement, own, examples, settings, tuple(called.names), run_folder)
             self._setup, self._state = setup, make_state(setup)

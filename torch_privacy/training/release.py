@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
 from .. import privacy
-from ..noise import KEY_BYTES, Noise, key_from_test_seed
+from ..noise import KEY_BYTES, key_from_test_seed
 from ..sampling.canaries import WithCanaries
 from ..sampling.owners import OwnerSampler
 from ..support.ranks import Ranks, RefusedTogether
@@ -102,10 +102,11 @@ class Releases:
         ranks: Ranks | None = None,
         placement: Placement | None = None,
     ):
-        self._settings, self.plan, self.ledger = settings, plan.begun_anew(since), ledger
+        self._settings, self.ledger = settings, ledger
         self.num_lost, self.since, self._is_resumed = num_lost, since, resumed
+        self.plan = plan.begun_anew(since, self.number(since))
         self._ranks, self._placement = ranks or Ranks(), placement
-        self.noise = Noise(keys[0])
+        self.noise = settings.new_noise(keys[0], since)
         units = settings.sampling.sampler(settings.num_units, settings.sampling_probability, keys[1])
         self.sampler = units if settings.owners is None else OwnerSampler(settings.owners, units)
         self._canaries = canaries

@@ -26,6 +26,7 @@ FORMER = {  # settings that the first states do not have, and the value that the
     "views": 1,
     "owners": None,
     "sampling": repr(POISSON),
+    "correlation": None,
     "after_update": None,
 }
 

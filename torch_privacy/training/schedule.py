@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 
 from .. import privacy
@@ -53,9 +54,11 @@ class Plan:
         """Returns the event of a step; after the last one, that of the last."""
         return self.releases[min(bisect_right(self._ends, step), len(self.releases) - 1)][0]
 
-    def begun_anew(self, step: int) -> Plan:
-        """Returns the plan of what is released from a step on, where it begins an epoch, as under new keys."""
+    def begun_anew(self, step: int, number: int) -> Plan:
+        """Returns the plan where a run begins at a step, as under new keys, with this number in the ledger."""
         event = self.at(step)
+        if isinstance(event, privacy.BandedGaussian):
+            return Plan([*self.between(0, step), (replace(event, run=number), len(self) - step)])
         if not isinstance(event, privacy.LaterBatch):
             return self
         return Plan([*self.between(0, step), (event.epoch, 1), *self.between(step + 1, len(self))])

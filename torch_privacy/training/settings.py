@@ -22,12 +22,14 @@ from ..mechanisms.estimated_norms.mechanism import SketchedSum
 from ..mechanisms.gep import BGEP, GEP
 from ..mechanisms.gep.mechanism import EmbeddedSum
 from ..mechanisms.scheduled import Scheduled
+from ..noise import BandedNoise, Noise
 from ..privacy.events.base import WITHOUT_NOISE
 from ..sampling.owners import Owners
 from ..sampling.shared_examples import share_examples
 from ..support.units import ONE_EXAMPLE, plural
 from ..support.validate import Refused, plain_numbers, positive, strictly_between, whole
 from ..support.warning import warn
+from .correlation import Banded, resolved
 from .performance import USUAL, Performance
 from .sampling import POISSON, Sampling
 from .schedule import WHERE, Plan
@@ -65,6 +67,7 @@ class TrainingSettings:
     num_canaries: int = 0  # of an audit; part of ``num_examples``
     owners: Owners | None = None
     sampling: Sampling = POISSON
+    correlation: Banded | None = None
 
     def __post_init__(self) -> None:
         n = self.num_units
@@ -200,6 +203,19 @@ class TrainingSettings:
                 "and pass the mean of their losses."
             )
 
+    def correlated(self, correlation: Banded) -> TrainingSettings:
+        """Returns the settings with banded noise, and the batches that it needs."""
+        target = self.target_epsilon, self.delta
+        run = len(self.prior_releases)
+        found, sampling = resolved(correlation, self.sampling_probability, self.num_steps, run, target)
+        return replace(self, correlation=found, sampling=sampling)
+
+    def new_noise(self, key: bytes, since: int) -> Noise:
+        """Returns the noise that a key makes from a step on."""
+        if self.correlation is None:
+            return Noise(key)
+        return BandedNoise(key, self.correlation.coefficients(self.num_steps), since)
+
     def with_noise(self, mechanism: Mechanism) -> TrainingSettings:
         """Returns the settings with the noise multiplier given, or the smallest that meets the target.
 
@@ -277,6 +293,7 @@ class TrainingSettings:
             "num_steps": self.num_steps,
             "views": self.views,
             "sampling": repr(self.sampling),
+            "correlation": None if self.correlation is None else list(self.correlation.coefficients(self.num_steps)),
             "noise_multiplier": self.noise_multiplier,
             **mechanism.settings(),
             **{name: _digest(factors) for name, factors in self._schedules().items()},
@@ -297,6 +314,7 @@ class TrainingSettings:
             "expected_batch_size": self.expected_batch_size,
             "num_steps": self.num_steps,
             "sampling": self.sampling,
+            "correlation": self.correlation,
             "clipping": rule if embedded is None else None,
             "noise_multiplier": self.noise_multiplier,
             "noise_schedule": self.noise_schedule,

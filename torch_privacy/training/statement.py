@@ -14,6 +14,7 @@ import torch
 
 from .. import privacy
 from ..mechanisms.base import Mechanism, noise_factors, summary_of
+from ..privacy.events.base import releases_to_json
 from ..privacy.spent import AUDIT, NOT_FOR_RELEASE, NOT_PRIVATE, Spent
 from ..support.validate import Refused
 from ..support.version import __version__
@@ -166,6 +167,11 @@ class Account:
             "sensitivity": mechanism.largest_sensitivity,
             "noise_multiplier": settings.noise_multiplier,
             **({} if settings.noise_schedule is None else {"noise_schedule": summary_of(settings.noise_schedule)}),
+            **(
+                {}
+                if settings.correlation is None
+                else {"correlation": settings.correlation.statement(settings.num_steps)}
+            ),
             "noise": f"Gaussian, float64 on a grid, key from the operating system: {progress.generator}",
             "noise_factor": noise_factors(progress.num_trained, settings.largest_noise),
             "target_epsilon": settings.target_epsilon,
@@ -173,7 +179,7 @@ class Account:
             "delta": settings.delta,
             "epsilon": self._as_json(self._covering(progress)),
             "epsilon_of_steps_made": self._as_json(self.profile()),
-            "releases": privacy.releases_to_json(self._ledger.events),
+            "releases": releases_to_json(self._ledger.events),
             "treated_as_public": [
                 "num_examples" if settings.owners is None else "num_owners",
                 "model architecture",

@@ -72,6 +72,7 @@ OF_EACH_TYPE = {
     "SubsampledGaussian": {"noise_multiplier": 1.0, "sampling_probability": 0.1},
     "BallsAndBins": {"noise_multiplier": 1.0, "num_bins": 10},
     "LaterBatch": {"epoch": {"type": "BallsAndBins", "noise_multiplier": 1.0, "num_bins": 10}},
+    "BandedGaussian": {"noise_multiplier": 1.0, "sampling_probability": 0.1, "bands": 4},
     "TruncatedGaussian": {"noise_multiplier": 1.0, "sampling_probability": 0.1, "num_examples": 20, "most": 5},
     "FixedSizeGaussian": {"noise_multiplier": 1.0, "sampling_probability": 0.1},
     "SubsampledBlocks": {"noise_multipliers": [1.0, 2.0], "sampling_probability": 0.1},

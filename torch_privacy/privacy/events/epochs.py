@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides the events of epochs in which every example is in exactly one batch."""
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...support.units import ONE_EXAMPLE, check_unit
@@ -117,25 +115,3 @@ def in_bins(event: Event, num_bins: int) -> BallsAndBins:
         BallsAndBins(noise_multiplier=1.0, num_bins=100)
     """
     return BallsAndBins(noise_of_one(event), num_bins, event.neighboring_relation, event.unit)
-
-
-def paid(releases: Iterable[tuple[Event, int]]) -> list[tuple[Event, int]]:
-    """Returns the releases without the later batches of epochs, for which these pay.
-
-    Raises:
-        ValueError: there are more later batches than the epochs have.
-    """
-    left: Counter[BallsAndBins] = Counter()
-    releases = list(releases)
-    for event, count in releases:
-        if isinstance(event, LaterBatch):
-            left[event.epoch] -= count
-        elif isinstance(event, BallsAndBins):
-            left[event] += count * (event.num_bins - 1)
-    for epoch, number in left.items():
-        if number < 0:
-            raise ValueError(
-                f"compose: {-number} later batches of {epoch!r} belong to no epoch in the list, which pays for "
-                f"{epoch.num_bins - 1} of them. List the releases of whole trainings."
-            )
-    return [(event, count) for event, count in releases if not isinstance(event, LaterBatch)]

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The coefficients of banded noise: reference values, a dense optimum, and the error that is simulated."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.linalg import toeplitz
+from scipy.optimize import minimize
+
+from torch_privacy.privacy import Workload, best_coefficients, mean_error
+from torch_privacy.privacy.correlated import inverse
+
+WORKLOADS = {
+    "sums": Workload(24),
+    "momentum": Workload(24, momentum=0.9),
+    "decay": Workload(24, momentum=0.5, weight_decay=0.1),
+    "rates": Workload(24, momentum=0.9, rates=tuple(1 / (1 + k) for k in range(24))),
+}
+
+
+@pytest.mark.parametrize(
+    ("bands", "first"),
+    [(2, (0.75015, 0.66126)), (4, (0.58702, 0.50351, 0.46819, 0.42742)), (8, (0.50050, 0.38679, 0.35633, 0.33805))],
+)
+def test_the_optimum_for_sums_is_that_of_another_implementation(bands, first):
+    assert best_coefficients(bands, Workload(1000))[: len(first)] == pytest.approx(first, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("bands", "noise", "error"),
+    [(1, 2.38227, 53.30), (8, 2.03853, 17.03), (32, 1.35021, 6.63), (64, 1.69633, 6.84), (2, 0.65515, 10.43)],
+)
+def test_the_error_at_a_noise_multiplier_is_the_reference(bands, noise, error):
+    workload = Workload(1000)
+    assert noise * mean_error(best_coefficients(bands, workload), workload) == pytest.approx(error, abs=0.006)
+
+
+def of_matrices(c, workload):
+    """Returns the error by dense matrices, with the optimizer simulated for each gradient."""
+    n, rates = workload.num_steps, workload.rates or (1.0,) * workload.num_steps
+    scale = math.sqrt(np.mean(np.square(rates)))
+    a = np.zeros((n, n))
+    for i in range(n):
+        weight = velocity = 0.0
+        for t in range(n):
+            velocity = workload.momentum * velocity + (t == i)
+            weight = (1 - workload.weight_decay) * weight + rates[t] / scale * velocity
+            a[t, i] = weight
+    dense = toeplitz(np.append(c, np.zeros(n))[:n], np.zeros(n))
+    return np.linalg.norm(c) * math.sqrt((a @ np.linalg.inv(dense)).__pow__(2).sum() / n)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_error_and_optimum_are_those_of_dense_matrices(name):
+    workload = WORKLOADS[name]
+    for c in ((1.0,), (1.0, 0.5, 0.375), best_coefficients(5, workload)):
+        assert mean_error(c, workload) == pytest.approx(of_matrices(np.array(c), workload), rel=1e-9)
+    best = mean_error(best_coefficients(4, workload), workload)
+    for seed in range(3):
+        start = np.random.default_rng(seed).random(3)
+        found = minimize(lambda tail: of_matrices(np.append(1.0, np.abs(tail)), workload), start, method="Nelder-Mead")
+        assert best <= found.fun * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_more_bands_are_never_worse_at_equal_noise_and_have_norm_1(name):
+    errors = []
+    for bands in (1, 2, 3, 6, 12, 30):
+        c = best_coefficients(bands, WORKLOADS[name])
+        assert len(c) == bands
+        assert np.linalg.norm(c) == pytest.approx(1.0, abs=1e-9)
+        assert min(c) >= 0
+        errors.append(mean_error(c, WORKLOADS[name]))
+    assert errors == sorted(errors, reverse=True) or np.all(np.diff(errors) < 1e-4 * errors[0])
+
+
+def test_the_inverse_of_the_square_root():
+    assert inverse((1, 0.5, 0.375, 0.3125, 0.2734375, 0.24609375), 6) == pytest.approx(
+        [1, -0.5, -0.125, -0.0625, -0.0390625, -0.02734375]
+    )
+
+
+@pytest.mark.parametrize("settings", [{"momentum": 1.5}, {"momentum": -0.1}, {"weight_decay": 2.0}, {"num_steps": 0}])
+def test_what_is_out_of_range_is_refused(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        Workload(**{"num_steps": 5} | settings)

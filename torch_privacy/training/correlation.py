@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides the setting ``correlation``: noise of a step that takes back part of the noise of steps before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from .. import privacy
+from ..mechanisms.clipping import Adaptive
+from ..mechanisms.estimated_norms import Sketched
+from ..mechanisms.gep import BGEP, GEP
+from ..mechanisms.scheduled import Scheduled
+from ..sampling.samplers import CyclicSampler, Sampler
+from ..support.validate import Refused, one_of, plain_numbers, whole
+from .sampling import Sampling
+
+WHERE = "PrivateTraining"
+BEST = "best"
+
+
+@plain_numbers
+@dataclass(frozen=True, repr=False)
+class Banded:
+    """Noise that is correlated over ``bands`` steps, so that weights, which sum up steps, get less noise.
+
+    The noise of step t is ``x_t = (z_t - Σ_j c_j x_{t-j}) / c_0``, with z_t independent and c of norm 1. Every example
+    has a class, drawn once, and may join one step in ``bands``, with probability ``bands`` times q, so that sampling
+    amplifies less: more bands need a larger noise multiplier, and correlate more. `table` shows what wins.
+
+    Args:
+        bands: b, at least 1; q b is at most 1. "best" takes the power of two with the least error at the target.
+        order: "cyclic" draws batches at random within a class. "fixed" draws nothing: an example's batch is its place
+            in the data set modulo the number of batches in an epoch, which is at least ``bands`` and whole.
+        momentum, weight_decay, learning_rates: of the optimizer, for which the coefficients are best: momentum of SGD,
+            learning rate times weight decay, and the rate of each step (a function or a sequence; None for equal ones).
+            They change the accuracy, and no price.
+
+    Guarantees:
+        - Steps are priced as `privacy.BandedGaussian`, wherever the training stops.
+        - Momentum, schedules and averages of the optimizer are post-processing.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Source: Choquette-Choo et al. (2023), arXiv:2306.08153; coefficients as `privacy.best_coefficients`.
+
+    Example:
+        >>> print(Banded("best").table(2.0, 1e-5, sampling_probability=0.01, num_steps=1000))
+        bands  noise multiplier  error of the weights  against 1 band
+            1            0.9591                 21.46           1.000
+            2            1.1854                 18.87           0.879
+            4            1.5288                 17.48           0.814
+            8            2.0385                 17.03           0.793
+           16            2.7852                 17.49           0.815
+           32            3.8522                 18.92           0.882
+           64            5.2693                 21.26           0.991
+    """
+
+    bands: int | str
+    order: str = "cyclic"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    learning_rates: Sequence[float] | Callable[[int], float] | None = None
+
+    def __post_init__(self) -> None:
+        one_of("Banded", ("cyclic", "fixed"), order=self.order)
+        if self.bands != BEST:
+            whole("Banded", at_least=1, bands=self.bands)  # pyright: ignore[reportArgumentType]
+        self.workload(1)
+
+    def __repr__(self) -> str:
+        given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"Banded({', '.join(f'{name}={value!r}' for name, value in given)})"
+
+    def workload(self, num_steps: int) -> privacy.Workload:
+        """Returns what the optimizer does with the gradients of the training."""
+        rates = self.learning_rates
+        if callable(rates):
+            rates = [rates(step) for step in range(num_steps)]
+        known = None if rates is None else tuple(float(rate) for rate in rates)[:num_steps]
+        if known is not None and len(known) < num_steps:
+            raise ValueError(f"Banded: learning_rates has {len(known)} rates for {num_steps} steps.")
+        return privacy.Workload(num_steps, self.momentum, self.weight_decay, known)
+
+    def coefficients(self, num_steps: int) -> tuple[float, ...]:
+        """Returns c_0, ..., c_{b-1}, of norm 1."""
+        assert isinstance(self.bands, int)
+        return privacy.best_coefficients(self.bands, self.workload(num_steps))
+
+    def statement(self, num_steps: int) -> dict[str, Any]:
+        """Returns what the privacy statement says of the noise."""
+        return {"bands": self.bands, "order": self.order, "coefficients": list(self.coefficients(num_steps))}
+
+    def table(self, target_epsilon: float, delta: float, *, sampling_probability: float, num_steps: int) -> Table:
+        """Returns noise multiplier and error of the weights for 1, 2, 4, ... bands at a target."""
+        rows, bands = [], 1
+        while sampling_probability * bands <= 1 and bands <= num_steps:
+            one = replace(self, bands=bands)
+            classes = one.classes(sampling_probability)
+            noise = privacy.calibrate(
+                target_epsilon, delta, sampling_probability=min(1.0, sampling_probability * classes),
+                num_steps=-(-num_steps // classes),
+            )  # fmt: skip
+            error = noise * privacy.mean_error(one.coefficients(num_steps), one.workload(num_steps))
+            rows.append((bands, noise, error))
+            bands *= 2
+        return Table(tuple(rows))
+
+    def classes(self, sampling_probability: float) -> int:
+        """Returns the number of classes, which take turns: the bands, or in fixed order all batches of an epoch."""
+        assert isinstance(self.bands, int)
+        return self.bands if self.order == "cyclic" else round(1 / sampling_probability)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The error of the weights for each number of bands: rows (bands, noise multiplier, error).
+
+    The error is the root mean square of the noise in the weights, in units of sensitivity times learning rate over
+    batch size.
+    """
+
+    rows: tuple[tuple[int, float, float], ...]
+
+    @property
+    def best(self) -> int:
+        """The number of bands with the least error."""
+        return min(self.rows, key=lambda row: row[2])[0]
+
+    def __str__(self) -> str:
+        lines = ["bands  noise multiplier  error of the weights  against 1 band"]
+        first = self.rows[0][2]
+        lines += [f"{b:5}  {noise:16.4f}  {error:20.2f}  {error / first:14.3f}" for b, noise, error in self.rows]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Cyclic(Sampling):
+    """Draws batches for banded noise: classes of examples take turns.
+
+    Args:
+        num_classes: b, the number of classes.
+        run: number of the release with which the training begins in its ledger.
+        in_order: True if nothing is random.
+    """
+
+    num_classes: int
+    run: int = 0
+    in_order: bool = False
+
+    def sampler(self, num_units: int, sampling_probability: float, key: bytes) -> Sampler:
+        return CyclicSampler(num_units, sampling_probability, self.num_classes, self.in_order, key=key)
+
+    def event(self, of_step: privacy.Event, step: int, num_units: int) -> privacy.Event:
+        noise, q = of_step.noise_multiplier, of_step.sampling_probability  # type: ignore[attr-defined]
+        relation, unit = of_step.neighboring_relation, of_step.unit
+        return privacy.BandedGaussian(noise, q, self.num_classes, self.run, relation, unit)
+
+    def releases(self, of_step: privacy.Event, num_steps: int, num_units: int) -> list[tuple[privacy.Event, int]]:
+        return [(self.event(of_step, 0, num_units), num_steps)]
+
+
+def check_correlated(correlation: object, sampling: object, clipping: object, noise_schedule: object) -> None:
+    """Refuses what has no price together with banded noise."""
+    if not isinstance(correlation, Banded):
+        raise ValueError(f"{WHERE}: correlation={correlation!r} must be tp.Banded(bands=...), or None.")
+    if sampling is not None:
+        raise Refused(
+            f"{WHERE}: sampling={sampling!r} with correlation={correlation!r}, which draws batches itself: its price "
+            "holds for examples that are in at most one of its bands' steps. Leave sampling out."
+        )
+    if noise_schedule is not None or isinstance(clipping, Scheduled | Adaptive):
+        name = "noise_schedule" if noise_schedule is not None else f"clipping={type(clipping).__name__}(...)"
+        raise Refused(
+            f"{WHERE}: {name} with correlation={correlation!r}: noise and bounds must be the same in all steps, whose "
+            "noise is one. Take a rule with fixed bounds, such as Flat, and no schedule."
+        )
+    if isinstance(clipping, Sketched | GEP | BGEP):
+        raise Refused(
+            f"{WHERE}: clipping={type(clipping).__name__}(...) has no known price with correlation={correlation!r}. "
+            "Take a clipping rule with exact norms, such as Flat."
+        )
+
+
+def resolved(
+    correlation: Banded,
+    sampling_probability: float,
+    num_steps: int,
+    run: int,
+    target: tuple[float | None, float | None],
+) -> tuple[Banded, Cyclic]:
+    """Returns the correlation with its number of bands, and how it draws batches."""
+    q = sampling_probability
+    if correlation.bands == BEST:
+        epsilon, delta = target
+        if epsilon is None or delta is None:
+            raise ValueError(f'{WHERE}: correlation=Banded("best") needs target_epsilon and delta, to compare at.')
+        table = correlation.table(epsilon, delta, sampling_probability=q, num_steps=num_steps)
+        correlation = replace(correlation, bands=table.best)
+        print(f"{table}\n{table.best} bands are best.")
+    bands = correlation.bands
+    assert isinstance(bands, int)
+    most = int(1 / q * (1 + 1e-9))
+    if bands > most:
+        raise Refused(
+            f"{WHERE}: correlation={correlation!r} with expected_batch_size / n = {q:.6g}: bands times that must be at "
+            f"most 1. Take at most {most} bands, or smaller batches."
+        )
+    fixed = correlation.order == "fixed"
+    classes = correlation.classes(q)
+    if fixed and abs(classes * q - 1) > 1e-6:
+        raise Refused(
+            f'{WHERE}: order="fixed" needs a whole number of batches in an epoch, but n / expected_batch_size is '
+            f"{1 / q:.6g}. Take n / {int(1 / q)} or n / {int(1 / q) + 1}."
+        )
+    return correlation, Cyclic(classes, run, fixed)
