@@ -23,11 +23,11 @@ LARGEST_DENSE = 1200  # steps up to which a learning-rate schedule is part of th
 
 @dataclass(frozen=True)
 class Workload:
-    """Says what an optimizer makes of gradients: ``v_t = momentum v_{t-1} + g_t``, ``θ_t = (1 - ηλ) θ_{t-1} - η_t v_t``.
+    """Says what an optimizer makes of gradients: ``v_t = m v_{t-1} + g_t`` and ``θ_t = (1 - ηλ) θ_{t-1} - η_t v_t``.
 
     Args:
         num_steps: n.
-        momentum: of SGD, in [0, 1).
+        momentum: m of SGD, in [0, 1).
         weight_decay: η λ, the share of the weights that a step takes away, in [0, 1).
         rates: the learning rate of each step, up to a factor; None for equal ones.
     """
