@@ -4,7 +4,7 @@
     python benchmarks/banded.py run --log banded.jsonl          # goes on where it was stopped
     python benchmarks/banded.py table --log banded.jsonl
 
-A small CNN with tanh (26,010 parameters), SGD without momentum, 1,000 steps with batches of 500 of 50,000 images on
+A small CNN with tanh (26,010 parameters), or a linear model; SGD without momentum, 1,000 steps with batches of 500 of 50,000 images on
 average (q = 0.01), clip norm 1, delta 1e-5. For each row the learning rate is chosen by the other 10,000 training
 images, so that the test images decide nothing.
 """
@@ -30,7 +30,9 @@ RATES, BANDS, EPSILONS = (0.5, 1.0, 2.0), (1, 8, 32), (2.0, 8.0)
 STEPS, BATCH, DELTA, TRAINED = 1000, 500, 1e-5, 50_000
 
 
-def network() -> nn.Module:
+def network(kind: str) -> nn.Module:
+    if kind == "linear":
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     return nn.Sequential(
         nn.Conv2d(1, 16, 8, 2, padding=3), nn.Tanh(), nn.MaxPool2d(2, 1),
         nn.Conv2d(16, 32, 4, 2), nn.Tanh(), nn.MaxPool2d(2, 1),
@@ -43,10 +45,12 @@ def accuracy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
         return float(torch.cat([model(part).argmax(1) for part in x.split(2000)]).eq(y).double().mean())
 
 
-def trained(seed: int, epsilon: float, bands: int, rate: float, data: tuple[torch.Tensor, ...]) -> dict[str, float]:
+def trained(
+    kind: str, seed: int, epsilon: float, bands: int, rate: float, data: tuple[torch.Tensor, ...]
+) -> dict[str, float]:
     x, y, test_x, test_y = data
     torch.manual_seed(seed)
-    model = network()
+    model = network(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     training = tp.PrivateTraining(
         model, optimizer, TensorDataset(x[:TRAINED], y[:TRAINED]), expected_batch_size=BATCH, num_steps=STEPS,
@@ -61,11 +65,11 @@ def trained(seed: int, epsilon: float, bands: int, rate: float, data: tuple[torc
     return {"epsilon_high": spent, "noise": noise, "held_out": held_out, "test": test}  # type: ignore[dict-item]
 
 
-def run(log: Path, seeds: int) -> None:
+def run(log: Path, kind: str, seeds: int, rates: list[float]) -> None:
     split = mnist.load_mnist()
     data = (*split.train.tensors, *split.test.tensors)
     known = [json.loads(line)["setting"] for line in log.read_text().splitlines()] if log.exists() else []
-    for setting in itertools.product(range(seeds), EPSILONS, BANDS, RATES):
+    for setting in itertools.product([kind], range(seeds), EPSILONS, BANDS, rates):
         if list(setting) not in known:
             row = {"setting": setting, **trained(*setting, data)}
             with log.open("a") as file:
@@ -74,19 +78,18 @@ def run(log: Path, seeds: int) -> None:
 
 
 def table(log: Path) -> None:
-    found: dict[tuple[float, int], dict[float, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[tuple[str, float, int], dict[float, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
     for row in map(json.loads, log.read_text().splitlines()):
-        _, epsilon, bands, rate = row["setting"]
-        found[epsilon, bands][rate].append(row)
-    print(
-        "| epsilon | bands | noise multiplier | learning rate | test accuracy, % | seeds |\n|---|---|---|---|---|---|"
-    )
-    for (epsilon, bands), rates in sorted(found.items()):
+        kind, _, epsilon, bands, rate = row["setting"]
+        found[kind, epsilon, bands][rate].append(row)
+    print("| network | epsilon | bands | noise multiplier | learning rate | test accuracy, % | seeds |")
+    print("|---|---|---|---|---|---|---|")
+    for (kind, epsilon, bands), rates in sorted(found.items()):
         rate, rows = max(rates.items(), key=lambda each: np.mean([row["held_out"] for row in each[1]]))
         test = 100 * np.array([row["test"] for row in rows])
         error = test.std(ddof=1) / len(test) ** 0.5 if len(test) > 1 else float("nan")
         shown = f"{test.mean():.2f} ± {error:.2f} | {len(test)}"
-        print(f"| {epsilon:g} | {bands} | {rows[0]['noise']:.3f} | {rate:g} | {shown} |")
+        print(f"| {kind} | {epsilon:g} | {bands} | {rows[0]['noise']:.3f} | {rate:g} | {shown} |")
 
 
 def main() -> None:
@@ -94,10 +97,12 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "table"])
     parser.add_argument("--log", type=Path, default=Path("banded.jsonl"))
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--network", choices=["cnn", "linear"], default="cnn")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.what == "run":
-        run(arguments.log, arguments.seeds)
+        run(arguments.log, arguments.network, arguments.seeds, arguments.rates)
     else:
         table(arguments.log)
 

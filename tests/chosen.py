@@ -2,9 +2,9 @@
 """Chooses the tests that `make test` runs; `make thorough` runs the others.
 
 Of a test with many cases, `make test` runs as few as have every value of every parameter, and at most MOST; but all of
-a test of refusals, which has "refused" in its name. Marks say where that is wrong: `every_case` (each case is a promise
-of its own), `thorough` (no case is needed, because other tests show nearly the same sooner) and `thorough(but=2)` (two
-cases are enough).
+a test of refusals, which has "refuse" or "mistake" in its name. Marks say where that is wrong: `every_case` (each case
+is a promise of its own), `thorough` (no case is needed, because other tests show nearly the same sooner) and
+`thorough(but=2)` (two cases are enough).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def of_make_test(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 def _chosen(cases: list[pytest.Item]) -> list[pytest.Item]:
     few = [case for case in cases if not any(mark.name == "thorough" for mark in _marks_of_parameters(case))]
     limits = [mark.kwargs.get("but", 0) for case in few[:1] for mark in case.iter_markers("thorough")]
-    if not limits and ("refuse" in cases[0].name or cases[0].get_closest_marker("every_case")):
+    is_refusal = "refuse" in cases[0].name or "mistake" in cases[0].name
+    if not limits and (is_refusal or cases[0].get_closest_marker("every_case")):
         return few
     most = min([*limits, MOST])
     spread = sorted(range(len(few)), key=lambda number: number * GOLDEN % 1)

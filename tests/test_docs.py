@@ -113,7 +113,7 @@ def assert_shown(printed: str, shown: str, tolerance: float = 0.0) -> None:
         assert close, f"{here} is printed, {there} shown:\n{printed}"
 
 
-@pytest.mark.thorough(but=4)
+@pytest.mark.thorough(but=2)
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated")  # Lightning's own call
 @pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers")
 @pytest.mark.parametrize("page", pages_with("python", "pycon"))

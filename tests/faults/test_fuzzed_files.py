@@ -213,6 +213,7 @@ def test_resume_of_a_damaged_training(chosen, runs, truth, tally):
 BEGUN = ["settings.json", "rows/sigma-1.3-20-epochs/results.json"]
 
 
+@pytest.mark.thorough
 @examples(8, 400)
 @given(chosen=mutations(BEGUN))
 def test_resume_of_a_damaged_experiment(chosen, runs, tally):

@@ -167,7 +167,7 @@ def test_a_run_that_cannot_be_repeated_goes_on_with_new_keys(
     assert len(witness.used) == 6 + lost
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("limit", ["target", "budget"])
 def test_a_limit_on_epsilon_holds_with_the_lost_steps(tmp_path, new_process, limit):
     delta, epsilon = 1e-3, privacy.compose([(privacy.SubsampledGaussian(1.0, 0.2), 6)]).epsilon_high(1e-3) * 1.001

@@ -96,6 +96,7 @@ PAIRS = [(name, layer) for name, (_, _, layers) in ADAPTERS.items() for layer in
 IN_FLOAT32 = {"FourierFT"}  # which peft itself computes
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("adapter", "layer"), PAIRS)
 def test_adapter_matches_the_gradient_of_each_loss(adapter, layer):
     config, arguments, _ = ADAPTERS[adapter]

@@ -116,7 +116,7 @@ def test_two_ranks_divide_the_batch_of_one_process(ranks2, how, settings):
     assert_one_batch_divided(ranks2.run(examples, how, settings), examples(None, None, settings))
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", BATCHES)
 @pytest.mark.parametrize("how", FOUR)
 def test_four_ranks_divide_the_batch_of_one_process(ranks4, how, settings):

@@ -66,7 +66,6 @@ PAIRS = {
 }
 
 
-@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("pair", PAIRS)
 @draws(8)
 @given(
