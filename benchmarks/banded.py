@@ -4,9 +4,9 @@
     python benchmarks/banded.py run --log banded.jsonl          # goes on where it was stopped
     python benchmarks/banded.py table --log banded.jsonl
 
-A small CNN with tanh (26,010 parameters), or a linear model; SGD without momentum, 1,000 steps with batches of 500 of 50,000 images on
-average (q = 0.01), clip norm 1, delta 1e-5. For each row the learning rate is chosen by the other 10,000 training
-images, so that the test images decide nothing.
+A small CNN with tanh (26,010 parameters) or a linear model, SGD without momentum, 1,000 steps with batches of 500 of
+50,000 images on average (q = 0.01), clip norm 1, delta 1e-5. For each row the learning rate is chosen by the other
+10,000 training images, so that the test images decide nothing.
 """
 
 from __future__ import annotations
