@@ -177,6 +177,16 @@ def test_the_best_number_of_bands_is_taken_and_shown(capsys):
     assert priced((training.event, 100)).high <= 8.0
 
 
+def test_the_error_in_the_weights_is_explained():
+    training = training_of(**BANDED)
+    workload = privacy.Workload(11)
+    share = privacy.mean_error(privacy.best_coefficients(3, workload), workload) / 6**0.5  # of 1, ..., 11 the mean is 6
+    assert training.explain() == (
+        "exact norms by the tape; noise of 3 bands, with "
+        f"{share:.3f} times the error of independent noise in the weights"
+    )
+
+
 def test_in_fixed_order_batches_are_those_of_the_data_set_and_each_pass_is_one_gaussian():
     training = training_of(**BANDED | {"correlation": tp.Banded(3, order="fixed")})
     seen = train(training)

@@ -93,6 +93,12 @@ class Banded:
         """Returns what the privacy statement says of the noise."""
         return {"bands": self.bands, "order": self.order, "coefficients": list(self.coefficients(num_steps))}
 
+    def explain(self, num_steps: int) -> str:
+        """Returns what the noise does to the weights, beside independent noise of the same multiplier."""
+        workload = self.workload(num_steps)
+        error = privacy.mean_error(self.coefficients(num_steps), workload) / privacy.mean_error((1.0,), workload)
+        return f"noise of {self.bands} bands, with {error:.3f} times the error of independent noise in the weights"
+
     def table(self, target_epsilon: float, delta: float, *, sampling_probability: float, num_steps: int) -> Table:
         """Returns noise multiplier and error of the weights for 1, 2, 4, ... bands at a target."""
         rows, bands = [], 1

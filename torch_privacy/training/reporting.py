@@ -85,8 +85,9 @@ class Reporting:
         self._state.stop_reason = str(reason)
 
     def explain(self) -> str:
-        """Returns how the step is computed: by exact or estimated norms, and in which subspace."""
-        return self._setup.mechanism.explain()
+        """Returns how the step is computed: by exact or estimated norms, in which subspace, with which noise."""
+        norms, correlation = self._setup.mechanism.explain(), self.settings.correlation
+        return norms if correlation is None else f"{norms}; {correlation.explain(self.settings.num_steps)}"
 
     def profile(self) -> privacy.Profile:
         """Returns the privacy profile of the releases so far."""
