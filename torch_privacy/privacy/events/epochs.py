@@ -39,6 +39,8 @@ class BallsAndBins(Event):
           bracket of an epoch is narrower than 5e-4, relatively. For noise below 0.25 it is wide: the upper end is the
           price without sampling.
 
+    The price of E epochs holds, too, where every example is in exactly E of E t steps, chosen uniformly.
+
     Source: Chua et al. (2024), arXiv:2412.16802, for the sampler and its pair.
 
     Example:
