@@ -30,7 +30,7 @@ GPU = torch.device(NAME)
 def noise_of_the_cpu(request, monkeypatch):
     """Makes the noise of all devices that of the CPU, so that their weights can be compared."""
     if not request.node.name.startswith("test_noise"):
-        monkeypatch.setattr(gaussian, "_has_generator", lambda tensor: False)
+        monkeypatch.setattr(gaussian, "has_generator", lambda tensor: False)
 
 
 CLASSES = 3
@@ -387,6 +387,7 @@ DEFAULTS = {
     "flat": {},
     "per layer": {"clipping": tp.PerLayer(0.5)},
     "micro-batches": {"clipping": tp.MicroBatches(0.5, 4)},
+    "banded": {"correlation": tp.Banded(2)},
     "adaptive": {"clipping": tp.Adaptive(0.5, count_noise_stddev=4.0)},
     "microbatches": {"performance": tp.Performance(microbatch_size=6)},
     "gep": {"gep": True},
@@ -475,6 +476,7 @@ TWO = {
     "positions": {"positions": True},
     "per layer": {"clipping": tp.PerLayer(0.5)},
     "micro-batches": {"clipping": tp.MicroBatches(0.5, 4)},
+    "banded": {"correlation": tp.Banded(2)},
     "adaptive": {"clipping": tp.Adaptive(0.5, count_noise_stddev=4.0)},
     "gep": {"gep": True},
     "sketched": {"clipping": SKETCHES["sketched"]},
