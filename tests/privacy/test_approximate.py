@@ -255,3 +255,59 @@ def test_all_answer_over_the_whole_range_of_noise(sigma, q):
         assert privacy.moments(sigma, q, num_steps, delta=1e-5) >= 0
         assert privacy.rdp(sigma, q, num_steps, delta=1e-5) >= 0
         assert privacy.strong_composition(sigma, q, num_steps, delta=1e-5) >= 0
+
+
+ORDERS = range(2, 40)
+MIXED = [
+    (privacy.SubsampledGaussian(1.1, 0.01), 500),
+    (privacy.NoisyCovariance(9.0), 1),
+    (privacy.SubsampledGEP(3.0, 0.05), 200),
+]
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-12])
+def test_delta_by_moments_is_the_inverse_of_epsilon_and_above_the_truth(delta):
+    found = privacy.moments_of(MIXED, delta)
+    assert privacy.moments_delta(MIXED, found) == pytest.approx(delta, rel=1e-9)
+    assert privacy.moments_delta(MIXED, found) >= privacy.compose(MIXED).delta(found).high
+    assert privacy.moments_delta(MIXED, 0.0) <= 1.0
+
+
+def test_delta_by_moments_of_a_full_batch_is_the_closed_form():
+    """min over λ of exp(λ (λ + 1) / (2 σ²) - λ ε)."""
+    noise, epsilon = 2.0, 1.5
+    order = epsilon * noise**2 - 0.5
+    expected = np.exp(order * (order + 1) / (2 * noise**2) - order * epsilon)
+    assert privacy.moments_delta([(privacy.Gaussian(noise), 1)], epsilon, [order]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("q", "steps", "target"), [(0.01, 1000, 1.0), (256 / 60000, 20_000, 3.0), (1.0, 5, 8.0)])
+@pytest.mark.parametrize("name", ["moments", "rdp"])
+def test_noise_by_an_accountant_is_the_smallest_that_it_accepts_and_enough(name, q, steps, target):
+    def accountant(noise):
+        return getattr(privacy, name)(noise, q, steps, 1e-5, ORDERS)
+
+    plan = {"sampling_probability": q, "num_steps": steps}
+    noise = getattr(privacy, f"{name}_noise")(target, 1e-5, **plan, orders=ORDERS)
+    assert accountant(noise) <= target < accountant(noise * (1 - 2e-6))
+    assert noise >= privacy.calibrate(target, 1e-5, **plan) * (1 - 1e-4)
+
+
+def test_rdp_of_several_kinds_of_releases_agrees_with_dp_accounting():
+    import dp_accounting
+    from dp_accounting.rdp import RdpAccountant
+
+    orders = [2, 3, 4, 6, 8, 12, 16, 24, 32]
+    accountant = RdpAccountant(orders)
+    accountant.compose(privacy.to_dp_event(MIXED))
+    assert privacy.rdp_of(MIXED, 1e-5, orders) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-6)
+    assert dp_accounting.__name__
+    with pytest.raises(ValueError, match="rdp_of: SubsampledJL"):
+        privacy.rdp_of([(privacy.SubsampledJL(1.0, 32, 0.1), 1)], 1e-5)
+
+
+@pytest.mark.parametrize("name", ["moments_noise", "rdp_noise"])
+@pytest.mark.parametrize(("target", "message"), [(0.0, "target_epsilon=0"), (1e-9, "above 10000"), (1e9, "below 0.2")])
+def test_targets_out_of_reach_are_refused(name, target, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(privacy, name)(target, 1e-5, sampling_probability=0.01, num_steps=100, orders=ORDERS)

@@ -9,8 +9,12 @@ from .approximate import CLT as CLT
 from .approximate import clt as clt
 from .approximate import clt_noise as clt_noise
 from .approximate import moments as moments
+from .approximate import moments_delta as moments_delta
+from .approximate import moments_noise as moments_noise
 from .approximate import moments_of as moments_of
 from .approximate import rdp as rdp
+from .approximate import rdp_noise as rdp_noise
+from .approximate import rdp_of as rdp_of
 from .approximate import sampled_epsilon as sampled_epsilon
 from .approximate import scaled_epsilon as scaled_epsilon
 from .approximate import strong_composition as strong_composition

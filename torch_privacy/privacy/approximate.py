@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides the numbers of papers and other libraries: one approximation and three loose bounds.
 
-For a guarantee use `compose`. All but `moments_of` are for equal Poisson-sampled Gaussian steps; neighbors differ by
-one example added or removed.
+For a guarantee use `compose`. All but those that take events are for equal Poisson-sampled Gaussian steps; neighbors
+differ by one example added or removed.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import log1p
 
 import numpy as np
 
-from ..support.validate import in_range, non_negative, plain_numbers, strictly_between, whole
+from ..support.validate import InvalidValue, in_range, non_negative, plain_numbers, positive, strictly_between, whole
 from .bracket import Array, Bracket
 from .compose import compose
 from .engines.curve import bisect, crossing
@@ -21,6 +22,9 @@ from .events.charged import charged
 from .events.gaussian import SubsampledGaussian
 from .pairs.gaussian import SubsampledGaussianPair
 from .tradeoff import Gaussian
+
+LEAST_NOISE, MOST_NOISE = 0.2, 1e4  # noise multipliers that are searched
+NOISE_TOLERANCE = 1e-6  # relative
 
 
 @plain_numbers
@@ -172,13 +176,61 @@ def moments_of(
     """
     strictly_between("moments", 0, 1, delta=delta)
     values = _check_orders("moments", orders, above=0)
-    total = np.zeros(len(values))
-    for event, count in charged(checked_releases("moments_of", events)):
-        pair = event.dominating_pair()
-        if not isinstance(pair, SubsampledGaussianPair):
-            raise ValueError(f"moments_of: {event!r} is not one Poisson-sampled Gaussian release. Use compose.")
-        total += count * log_moments_of_gaussian(pair.shift, pair.probability, values)
-    return float(((total - np.log(delta)) / values).min())
+    return float(((_log_moments("moments_of", events, values) - np.log(delta)) / values).min())
+
+
+@plain_numbers
+def moments_delta(
+    events: Iterable[tuple[Event, int]], epsilon: float, orders: Sequence[float] | Array = MOMENT_ORDERS
+) -> float:
+    """Returns δ of the moments accountant at an ε: ``min_λ exp(Σ α(λ) - λ ε)``, at most 1; an upper bound.
+
+    Args:
+        events: as in `moments_of`.
+        epsilon: at least 0.
+        orders: as in `moments_of`.
+
+    Source: Abadi et al. (2016), arXiv:1607.00133, Theorem 2, the tail bound.
+
+    Example:
+        >>> steps = [(SubsampledGaussian(1.1, 0.01), 1000)]
+        >>> f"{moments_delta(steps, moments_of(steps, 1e-5)):.6g}"
+        '1e-05'
+    """
+    non_negative("moments_delta", epsilon=epsilon)
+    values = _check_orders("moments_delta", orders, above=0)
+    return float(np.exp(min((_log_moments("moments_delta", events, values) - values * epsilon).min(), 0.0)))
+
+
+@plain_numbers
+def moments_noise(
+    target_epsilon: float,
+    delta: float,
+    *,
+    sampling_probability: float,
+    num_steps: int,
+    orders: Sequence[float] | Array = MOMENT_ORDERS,
+) -> float:
+    """Returns the smallest noise multiplier with which `moments` states at most the target, as the papers plan.
+
+    Args:
+        target_epsilon: above 0.
+        delta: as in `moments`.
+        sampling_probability: as in `moments`.
+        num_steps: as in `moments`.
+        orders: as in `moments`.
+
+    Raises:
+        ValueError: the target needs a noise multiplier above 1e4, or below 0.2.
+
+    Example:
+        >>> noise = moments_noise(8.0, 1e-5, sampling_probability=0.01, num_steps=10_000)
+        >>> f"{noise:.3f}, {moments(noise, 0.01, 10_000, 1e-5):.4f}"
+        '0.962, 8.0000'
+    """
+    return _noise(
+        "moments_noise", partial(moments, orders=orders), target_epsilon, delta, sampling_probability, num_steps
+    )
 
 
 DP_ACCOUNTING_ORDERS = (*(1 + order / 10 for order in range(1, 100)), *range(11, 64), 128, 256, 512, 1024)
@@ -212,11 +264,64 @@ def rdp(
         7.84
     """
     _check("rdp", noise_multiplier, sampling_probability, num_steps)
+    return rdp_of([(SubsampledGaussian(noise_multiplier, sampling_probability), num_steps)], delta, orders)
+
+
+@plain_numbers
+def rdp_of(
+    events: Iterable[tuple[Event, int]], delta: float, orders: Sequence[float] | Array = DP_ACCOUNTING_ORDERS
+) -> float:
+    """Returns ε by Rényi differential privacy for releases of several kinds, whose divergences add up.
+
+    Args:
+        events: as in `moments_of`.
+        delta: as in `rdp`.
+        orders: as in `rdp`.
+
+    Raises:
+        ValueError: if an event is of another kind.
+
+    Example:
+        >>> from torch_privacy.privacy import NoisyCovariance
+        >>> print(round(rdp_of([(NoisyCovariance(7.0), 1), (SubsampledGaussian(4.0, 0.01), 10_000)], 1e-5), 2))
+        1.2
+    """
     strictly_between("rdp", 0, 1, delta=delta)
     values = _check_orders("rdp", orders, above=1)
-    divergence = log_moments_of_gaussian(1 / noise_multiplier, sampling_probability, values - 1) / (values - 1)
-    candidates = num_steps * divergence + np.log1p(-1 / values) - np.log(delta * values) / (values - 1)
+    divergence = _log_moments("rdp_of", events, values - 1) / (values - 1)
+    candidates = divergence + np.log1p(-1 / values) - np.log(delta * values) / (values - 1)
     return max(float(candidates.min()), 0.0)
+
+
+@plain_numbers
+def rdp_noise(
+    target_epsilon: float,
+    delta: float,
+    *,
+    sampling_probability: float,
+    num_steps: int,
+    orders: Sequence[float] | Array = DP_ACCOUNTING_ORDERS,
+) -> float:
+    """Returns the smallest noise multiplier with which `rdp` states at most the target.
+
+    Args:
+        target_epsilon: above 0.
+        delta: as in `rdp`.
+        sampling_probability: as in `rdp`.
+        num_steps: as in `rdp`.
+        orders: as in `rdp`; with whole ones it takes less time.
+
+    Raises:
+        ValueError: the target needs a noise multiplier above 1e4, or below 0.2.
+
+    Example:
+        >>> orders = range(2, 64)
+        >>> noise = rdp_noise(8.0, 1e-5, sampling_probability=0.01, num_steps=10_000, orders=orders)
+        >>> f"{rdp(noise, 0.01, 10_000, 1e-5, orders):.4f}"
+        '8.0000'
+    """
+    accountant = partial(rdp, orders=orders)
+    return _noise("rdp_noise", accountant, target_epsilon, delta, sampling_probability, num_steps)
 
 
 def sampled_epsilon(epsilon: Array, sampling_probability: float) -> Array:
@@ -288,6 +393,50 @@ def _check(where: str, noise_multiplier: float, sampling_probability: float, num
     check_noise(where, noise_multiplier)
     in_range(where, 0, 1, sampling_probability=sampling_probability)
     whole(where, at_least=1, num_steps=num_steps)
+
+
+def _log_moments(where: str, events: Iterable[tuple[Event, int]], values: Array) -> Array:
+    """Returns ``Σ α(λ)`` of all releases, for every λ of the values."""
+    total = np.zeros(len(values))
+    for event, count in charged(checked_releases(where, events)):
+        pair = event.dominating_pair()
+        if not isinstance(pair, SubsampledGaussianPair):
+            raise ValueError(f"{where}: {event!r} is not one Poisson-sampled Gaussian release. Use compose.")
+        total += count * log_moments_of_gaussian(pair.shift, pair.probability, values)
+    return total
+
+
+def _noise(
+    where: str, accountant: Callable[..., float], target: float, delta: float, q: float, num_steps: int
+) -> float:
+    """Returns the smallest noise multiplier with which an accountant states at most the target, to 1e-6."""
+    positive(where, target_epsilon=target)
+    _check(where, 1.0, q, num_steps)
+    strictly_between(where, 0, 1, delta=delta)
+
+    def excess(noise: float) -> float:
+        if not LEAST_NOISE <= noise <= MOST_NOISE:
+            end, found = ("below", LEAST_NOISE) if noise < LEAST_NOISE else ("above", MOST_NOISE)
+            raise InvalidValue(where, "target_epsilon", target, f"needs a noise multiplier {end} {found:g}.")
+        return float(np.log(max(accountant(noise, q, num_steps, delta), 1e-300) / target))
+
+    good = min(max(clt_noise(target, delta, q, num_steps), 2 * LEAST_NOISE), MOST_NOISE / 2)
+    fails, low = good, excess(good)
+    high = low
+    while high > 0:
+        fails, high, good = good, excess(1.2 * good), 1.2 * good
+    while low <= 0:
+        good, low, fails = fails, excess(fails / 1.2), fails / 1.2
+    low, high = excess(fails), excess(good)
+    while good / fails > 1 + NOISE_TOLERANCE:  # nearly a straight line in log-log
+        share = min(max(low / (low - high), 0.0), 1.0) + NOISE_TOLERANCE / 2
+        middle = fails * (good / fails) ** min(max(share, 1e-3), 1 - 1e-3)
+        value = excess(middle)
+        if value > 0:
+            fails, low, high = middle, value, high / 2
+        else:
+            good, high, low = middle, value, low / 2
+    return good
 
 
 def _check_orders(where: str, orders: Sequence[float] | Array, *, above: float) -> Array:
