@@ -110,9 +110,9 @@ def drawn_keys(rank: int, parts: Sequence[np.ndarray]) -> tuple[list[bytes], lis
 def noting(kind: type, keys: list[bytes]) -> Callable[..., Any]:
     """Returns a class that notes its last argument, the key."""
 
-    def called(*arguments: Any) -> Any:
-        keys.append(arguments[-1])
-        return kind(*arguments)
+    def called(*arguments: Any, **named: Any) -> Any:
+        keys.append(named.get("key", arguments[-1]))
+        return kind(*arguments, **named)
 
     return called
 

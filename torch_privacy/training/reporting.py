@@ -86,8 +86,8 @@ class Reporting:
 
     def explain(self) -> str:
         """Returns how the step is computed: by exact or estimated norms, in which subspace, with which noise."""
-        norms, correlation = self._setup.mechanism.explain(), self.settings.correlation
-        return norms if correlation is None else f"{norms}; {correlation.explain(self.settings.num_steps)}"
+        norms, correlation = self._setup.mechanism.explain(), self._setup.settings.correlation
+        return norms if correlation is None else f"{norms}; {correlation.explain(self._setup.settings.num_steps)}"
 
     def profile(self) -> privacy.Profile:
         """Returns the privacy profile of the releases so far."""
