@@ -69,6 +69,7 @@ def test_a_step_is_that_of_poisson_sampling_on_the_same_batch():
     torch.testing.assert_close(8 * moved, len(chosen) * expected)
 
 
+@pytest.mark.thorough(but=3)
 @by_each_rule
 def test_microbatches_and_rules_and_a_stop_leave_bits_as_they_are(rule):
     small = {} if rule == "micro-batches" else {"performance": tp.Performance(microbatch_size=3)}
@@ -82,6 +83,7 @@ def test_microbatches_and_rules_and_a_stop_leave_bits_as_they_are(rule):
     assert second.ledger.state_dict() == whole.ledger.state_dict()
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("stop", [6, 10])
 def test_under_new_keys_the_epoch_is_paid_again(monkeypatch, stop):
     def made(**settings):
