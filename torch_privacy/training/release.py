@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
 from .. import privacy
-from ..noise import KEY_BYTES, key_from_test_seed
+from ..noise import KEY_BYTES, BandedNoise, Noise, key_from_test_seed
 from ..sampling.canaries import WithCanaries
 from ..sampling.owners import OwnerSampler
 from ..support.ranks import Ranks, RefusedTogether
@@ -106,7 +106,7 @@ class Releases:
         self.num_lost, self.since, self._is_resumed = num_lost, since, resumed
         self.plan = plan.begun_anew(since, self.number(since))
         self._ranks, self._placement = ranks or Ranks(), placement
-        self.noise = settings.new_noise(keys[0], since)
+        self.noise = _noise(settings, keys[0], since)
         units = settings.sampling.sampler(settings.num_units, settings.sampling_probability, keys[1])
         self.sampler = units if settings.owners is None else OwnerSampler(settings.owners, units)
         self._canaries = canaries
@@ -279,6 +279,12 @@ class Releases:
                 "this training or from the same state: the difference of the two would have no noise. Go on with that "
                 "training, or begin a new one, with the releases so far as prior_releases."
             )
+
+
+def _noise(settings: TrainingSettings, key: bytes, since: int) -> Noise:
+    """Returns the noise that a key makes from a step on."""
+    correlation = settings.correlation
+    return Noise(key) if correlation is None else BandedNoise(key, correlation.coefficients(settings.num_steps), since)
 
 
 def _cut_between(owners: np.ndarray, number: int, microbatch_size: int | None) -> list[list[int]]:

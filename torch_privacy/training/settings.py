@@ -22,7 +22,6 @@ from ..mechanisms.estimated_norms.mechanism import SketchedSum
 from ..mechanisms.gep import BGEP, GEP
 from ..mechanisms.gep.mechanism import EmbeddedSum
 from ..mechanisms.scheduled import Scheduled
-from ..noise import BandedNoise, Noise
 from ..privacy.events.base import WITHOUT_NOISE
 from ..sampling.owners import Owners
 from ..sampling.shared_examples import share_examples
@@ -209,12 +208,6 @@ class TrainingSettings:
         run = len(self.prior_releases)
         found, sampling = resolved(correlation, self.sampling_probability, self.num_steps, run, target)
         return replace(self, correlation=found, sampling=sampling)
-
-    def new_noise(self, key: bytes, since: int) -> Noise:
-        """Returns the noise that a key makes from a step on."""
-        if self.correlation is None:
-            return Noise(key)
-        return BandedNoise(key, self.correlation.coefficients(self.num_steps), since)
 
     def with_noise(self, mechanism: Mechanism) -> TrainingSettings:
         """Returns the settings with the noise multiplier given, or the smallest that meets the target.
