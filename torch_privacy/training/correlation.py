@@ -196,8 +196,10 @@ def resolved(
     num_steps: int,
     run: int,
     target: tuple[float | None, float | None],
+    *,
+    shows: bool,
 ) -> tuple[Banded, Cyclic]:
-    """Returns the correlation with its number of bands, and how it draws batches."""
+    """Returns the correlation with its number of bands, and how it draws batches; shows how the best was found."""
     q = sampling_probability
     if correlation.bands == BEST:
         epsilon, delta = target
@@ -205,7 +207,8 @@ def resolved(
             raise ValueError(f'{WHERE}: correlation=Banded("best") needs target_epsilon and delta, to compare at.')
         table = correlation.table(epsilon, delta, sampling_probability=q, num_steps=num_steps)
         correlation = replace(correlation, bands=table.best)
-        print(f"{table}\n{table.best} bands are best.")
+        if shows:
+            print(f"{table}\n{table.best} bands are best.")
     bands = correlation.bands
     assert isinstance(bands, int)
     most = int(1 / q * (1 + 1e-9))

@@ -240,7 +240,7 @@ class PrivateTraining(Reporting):
                 owners=examples.known_owners,
             )
             if correlation is not None:
-                settings = settings.correlated(correlation)
+                settings = settings.correlated(correlation, shows=placement.ranks.is_first)
             own = Own(model, optimizer, scheduler, after_update)
             setup, files = make_setup(placement, own, examples, settings, tuple(called.names), run_folder)
             self._setup, self._state = setup, make_state(setup)

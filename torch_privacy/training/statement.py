@@ -81,12 +81,14 @@ class Account:
             limits.append(privacy.Budget(settings.target_epsilon, settings.delta))
         released = self._ledger.events
         made = sum(count for _, count in released) - len(settings.prior_releases) - num_lost
-        if self._plan.is_constant:
+        begun = isinstance(self._plan.at(made), privacy.BandedGaussian) and made > 0  # a group may go on
+        if self._plan.is_constant and not begun:
             left = [limit.remaining(self._plan.at(0), after=released, most=num_steps) for limit in limits]
             return min(num_steps, made + min(left, default=num_steps))
 
         def exceeds(end: int) -> bool:
-            return not all(limit.allows([*released, *self._plan.between(made, end)]) for limit in limits)
+            releases = Plan([*released, *self._plan.between(made, end)]).releases  # runs of equal ones are one entry
+            return not all(limit.allows(releases) for limit in limits)
 
         return bisect_left(range(num_steps + 1), True, lo=made + 1, key=exceeds) - 1
 
