@@ -30,7 +30,7 @@ DELTA = 1e-4
 
 
 def first_of_all():
-    """Returns the first number of each example, which tells them apart."""
+    """Returns the first feature of each example, which identifies it."""
     return data().tensors[0][:, 0].tolist()
 
 

@@ -40,7 +40,7 @@ class BandedNoise(Noise):
     def __init__(self, key: bytes | None, coefficients: Sequence[float], since: int = 0):
         super().__init__(key)
         self.coefficients, self.since = tuple(coefficients), since
-        self._layout: tuple[object, ...] = ()  # of the tensors whose past is known
+        self._layout: tuple[object, ...] = ()  # names, places, shapes and devices of the tensors in `_past`
         self._past: dict[int, Values] = {}  # step -> its x
 
     def add_to(

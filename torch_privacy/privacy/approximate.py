@@ -271,7 +271,7 @@ def rdp(
 def rdp_of(
     events: Iterable[tuple[Event, int]], delta: float, orders: Sequence[float] | Array = DP_ACCOUNTING_ORDERS
 ) -> float:
-    """Returns ε by Rényi differential privacy for releases of several kinds, whose divergences add up.
+    """Returns ε by Rényi differential privacy for a composition of different releases.
 
     Args:
         events: as in `moments_of`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides the event of a step whose noise is correlated with that of the steps before."""
+"""Provides the event of a DP-SGD step with banded matrix noise."""
 
 from dataclasses import dataclass
 

@@ -237,7 +237,7 @@ class TruncatedGaussian(Event):
 
 
 def truncated(event: Event, num_examples: int, most: int) -> TruncatedGaussian:
-    """Returns the event of a Poisson-sampled release of whose sample at most ``most`` examples stay.
+    """Returns the event of a Poisson-sampled release whose batches are truncated to ``most`` examples.
 
     Raises:
         ValueError: the release is not one Gaussian.

@@ -14,7 +14,7 @@ class EitherPair(DiscretizablePair):
     """With probability ``share`` the pair ``other``, else the pair ``usual``: ``δ(ε)`` is the weighted mean of both.
 
     Args:
-        usual: a pair whose floor is at most that of the other.
+        usual: a pair with the lower floor of the two.
         other: a pair without an edge.
         share: probability of the other, in (0, 1).
     """
