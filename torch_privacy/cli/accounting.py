@@ -167,7 +167,7 @@ def tradeoff(
 ) -> None:
     """Print the best possible attack: the rate of missed members at each false positive rate."""
     from torch_privacy.cli.tables import tradeoff_view
-    from torch_privacy.privacy.summary import attacker_as_json, attacker_lines, compose_steps, tradeoff_points
+    from torch_privacy.privacy.summary import attacker_as_json, compose_steps, curve_lines, tradeoff_points
 
     sampling = steps.sampling("tradeoff")
     setting = sampling.setting(noise_multiplier)
@@ -175,7 +175,7 @@ def tradeoff(
     points = tradeoff_points(profile, alpha or [0.001, 0.01, 0.05, 0.1, 0.2, 0.5])
     attacker = attacker_as_json(profile)
     output.draw(lambda plots: plots.tradeoff_figure(*setting))
-    shown = tradeoff_view(points, [*attacker_lines(attacker), *sampling.lines])
+    shown = tradeoff_view(points, [*curve_lines(attacker), *sampling.lines])
     output.show({**_as_json(setting), "tradeoff": points, **attacker}, shown)
 
 

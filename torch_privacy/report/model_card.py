@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torch_privacy.privacy.rounding import round_up
-from torch_privacy.privacy.summary import privacy_lines
+from torch_privacy.privacy.summary import attacker_lines, privacy_lines
 from torch_privacy.report import words
 from torch_privacy.report.training_plots import Training
 from torch_privacy.runs.folder import RunFolder
@@ -125,6 +125,7 @@ def _guarantee(run: Training) -> list[str]:
         ("noise", statement["noise"]),
         ("clipping", words.rule_in_words(statement["clipping"])),
         *privacy_lines(summary)[1:4],
+        *attacker_lines(summary.attacker),
     ]
     ended = words.how_it_ended(run)
     return [lead, *([_text(ended)] if ended else []), _table(("", ""), rows)]
