@@ -207,7 +207,7 @@ def curve_lines(attacker: dict[str, Any]) -> list[tuple[str, str]]:
     bracket = "none" if high is None else f"[{round_down(mu['low'])}, {round_up(high)}]; report {round_up(high)}"
     return [
         ("true minus false positives, at any rate", f"at most {percent(attacker['advantage']['high'])}"),
-        (f"mu where both errors are at least {mu['errors_at_least']:g}, certified", bracket),
+        (f"mu (errors of {mu['errors_at_least']:g} or more), certified", bracket),
         ("distance to the curve of mu (regret)", f"at most {round_up(mu['regret']['high'], 4)}, in error rates"),
     ]
 

@@ -106,14 +106,15 @@ def regret(f: TradeOff, mu: float) -> Bracket[float]:
     """Returns how far f lies above G_μ: the smallest Δ >= 0 with ``f(α + Δ) - Δ <= G_μ(α)`` for all α.
 
     Where ``G_μ <= f``, this is what is lost by stating μ in place of f: the best tests make at most Δ more of each of
-    the two errors than G_μ says. By duality ``Δ = sup_ε (δ_μ(ε) - δ(ε)) / (1 + e^ε)`` over all real ε, with δ_μ the profile of G_μ.
+    the two errors than G_μ says. By duality ``Δ = sup_ε (δ_μ(ε) - δ(ε)) / (1 + e^ε)`` over all real ε, with δ_μ the
+    profile of G_μ.
 
     Args:
         f: trade-off function.
         mu: μ, 0 or above; with ∞ G_μ is 0.
 
     Returns:
-        (low, high), exact for piecewise linear f up to 1e-14: as G_μ is convex, the supremum is at the slope of a piece.
+        (low, high), for piecewise linear f exact up to 1e-14: as G_μ is convex, the supremum is at a piece's slope.
 
     Source: Gomez et al. (2025), arXiv:2503.10945; Kaissis et al. (2024), arXiv:2406.08918, for Δ.
 
