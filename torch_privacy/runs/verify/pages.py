@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from html import unescape
 from pathlib import Path
 
 from torch_privacy import privacy
 from torch_privacy.privacy.rounding import round_up
-from torch_privacy.privacy.summary import percent, privacy_lines, summarize
+from torch_privacy.privacy.summary import Summary, percent, privacy_lines, summarize
 from torch_privacy.runs.verify.evidence import Evidence
 from torch_privacy.runs.verify.finding import Finding, agrees, bracketed, differs, equal, unchecked
 from torch_privacy.support.read_file import read_bytes
@@ -38,7 +39,7 @@ def _page(name: str, path: Path, evidence: Evidence) -> Iterator[Finding]:
     if delta is None:
         yield unchecked(f"{name}: its numbers", "no delta is stated")
         return
-    summary, profile = summarize(evidence.priced, delta), privacy.compose(evidence.priced)
+    summary, profile = _summary(tuple(evidence.priced), delta), privacy.compose(evidence.priced)
     rows = _rows(text)
     known = dict([*privacy_lines(summary), ("unit of privacy", evidence.statement["unit"])])
     known["noise multiplier"] = f"{evidence.statement['noise_multiplier']:.6g}"
@@ -66,6 +67,11 @@ def _page(name: str, path: Path, evidence: Evidence) -> Iterator[Finding]:
         yield unchecked(f"{name}: its numbers", "none of them is in a place that is known here")
     else:
         yield agrees(f"{name}: its numbers", f"{right} are those computed again")
+
+
+@lru_cache(maxsize=4)  # report and card ask for the same
+def _summary(releases: tuple[tuple[privacy.Event, int], ...], delta: float) -> Summary:
+    return summarize(releases, delta)
 
 
 def _rows(text: str) -> list[list[str]]:
