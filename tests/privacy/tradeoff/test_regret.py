@@ -82,4 +82,4 @@ def test_true_positive_rates_are_those_of_another_accountant():
     profile = privacy.compose([(privacy.SubsampledGaussian(noise, probability), steps)])
     for alpha in (1e-2, 1e-3, 1e-4):
         lines = [delta + np.exp(epsilons) * alpha, 1 - np.exp(-epsilons) * (1 - delta - alpha)]
-        assert profile.true_positive_rate(alpha).high == pytest.approx(float(np.min(lines)), rel=2e-3)
+        assert profile.true_positive_rate(alpha).high == pytest.approx(float(np.min(lines)), rel=5e-3)
