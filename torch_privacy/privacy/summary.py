@@ -168,25 +168,24 @@ def _release_lines(releases: Releases) -> list[tuple[str, str]]:
 
 def attacker_as_json(profile: privacy.Profile) -> dict[str, Any]:
     """Returns certified intervals of what the best attacker reaches, and of μ with its regret, as plain values."""
-    mu, rates = profile.mu(FLOOR), profile.true_positive_rate(np.array(FALSE_POSITIVE_RATES))
+    mu = profile.mu(FLOOR)
     return {
-        "advantage": _clipped(*profile.advantage()),
+        "advantage": _clipped(profile.advantage()),
         "mu": {
             "low": _or_none(mu.low),
             "high": _or_none(mu.high),
             "errors_at_least": FLOOR,
-            "regret": _clipped(*profile.regret(FLOOR)),
+            "regret": _clipped(profile.regret(FLOOR)),
         },
         "true_positive_rates": [
-            {"false_positive_rate": rate, **_clipped(low, high)}
-            for rate, low, high in zip(FALSE_POSITIVE_RATES, *rates, strict=True)
+            {"false_positive_rate": rate, **_clipped(profile.true_positive_rate(rate))} for rate in FALSE_POSITIVE_RATES
         ],
     }
 
 
-def _clipped(low: float, high: float) -> dict[str, float]:
+def _clipped(rate: privacy.Bracket[float]) -> dict[str, float]:
     """Returns the bracket of a rate as plain values in [0, 1]."""
-    return {"low": min(max(float(low), 0.0), 1.0), "high": min(max(float(high), 0.0), 1.0)}
+    return {side: min(max(float(value), 0.0), 1.0) for side, value in rate._asdict().items()}
 
 
 def attacker_lines(attacker: dict[str, Any]) -> list[tuple[str, str]]:

@@ -198,8 +198,11 @@ def digest_of(content: dict[str, Any]) -> str:
 
 def sha256(path: Path) -> str:
     """Returns the SHA-256 of a file's content; a ``ValueError`` with the reason if it is no regular file."""
+    digest = hashlib.sha256()
     with opened(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _read(path: Path, at_most: int, digests: Digests) -> bytes:

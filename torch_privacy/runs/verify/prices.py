@@ -8,8 +8,6 @@ from functools import lru_cache
 from math import inf, isfinite
 from typing import Any
 
-import numpy as np
-
 from torch_privacy import privacy
 from torch_privacy.privacy.summary import FALSE_POSITIVE_RATES, Releases
 from torch_privacy.runs.verify.evidence import Evidence
@@ -130,10 +128,9 @@ def _by_another_engine(stated: dict[str, Any], priced: Releases) -> Iterator[Fin
         profile = privacy.compose(priced, engine)
         try:
             mu = profile.mu(stated["mu"]["errors_at_least"])
-            power = profile.true_positive_rate(np.array([rate["false_positive_rate"] for rate in rates]))
+            again = [profile.true_positive_rate(rate["false_positive_rate"]) for rate in rates]
         except (ValueError, ArithmeticError, MemoryError):
             continue
-        again = [privacy.Bracket(*map(float, both)) for both in zip(*power, strict=True)]
         yield _overlap(subject.format(engine), [(stated["mu"], mu), *zip(rates, again, strict=True)])
         return
     yield unchecked(subject.format("other"), "it cannot resolve these releases")
