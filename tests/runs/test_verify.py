@@ -35,9 +35,10 @@ def train(folder, steps=STEPS, **settings):
     given = {"expected_batch_size": N, "num_steps": STEPS, "noise_multiplier": NOISE, "delta": 1e-4, **settings}
     if "target_epsilon" in given:
         del given["noise_multiplier"]
-    training = tp.PrivateTraining(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), data, clipping=tp.Flat(1.0), run_folder=folder, **given
-    )
+    given = {"clipping": tp.Flat(1.0), **given}
+    examples = tp.Examples(data, **given.pop("examples", {}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = tp.PrivateTraining(model, optimizer, examples, run_folder=folder, **given)
     for x, y in training:
         if training.step(cross_entropy(training.model(x), y, reduction="none")) and training.step_count == steps:
             break
@@ -368,6 +369,10 @@ KINDS = {
     "a target": {"target_epsilon": 2.0},
     "a budget": {"num_steps": 20, "steps": 20, "budget": privacy.Budget(1.0, 1e-4)},
     "a test seed": {"test_seed": 1},
+    "owners": {"expected_batch_size": 10, "examples": {"owners": [i // 4 for i in range(N)], "per_owner": 2}},
+    "layers": {"expected_batch_size": 20, "clipping": tp.PerLayer(1.0)},
+    "projections": {"expected_batch_size": 20, "clipping": tp.Sketched(32, clip_norm=1.0)},
+    "an adaptive norm": {"expected_batch_size": 20, "clipping": tp.Adaptive(1.0), "noise_multiplier": 1.0},
     "a schedule": {"noise_schedule": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]},
 }
 

@@ -203,10 +203,11 @@ def attacker_lines(attacker: dict[str, Any]) -> list[tuple[str, str]]:
 def curve_lines(attacker: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns what `attacker_as_json` says of the whole curve as lines of a table."""
     mu, high = attacker["mu"], attacker["mu"]["high"]
+    floor = f"{mu['errors_at_least']:g}".replace("e-0", "e-")
     bracket = "none" if high is None else f"[{round_down(mu['low'])}, {round_up(high)}]; report {round_up(high)}"
     return [
         ("true minus false positives, at any rate", f"at most {percent(attacker['advantage']['high'])}"),
-        (f"mu (errors of {mu['errors_at_least']:g} or more), certified", bracket),
+        (f"mu (errors of {floor} or more), certified", bracket),
         ("distance to the curve of mu (regret)", f"at most {round_up(mu['regret']['high'], 4)}, in error rates"),
     ]
 

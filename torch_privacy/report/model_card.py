@@ -162,6 +162,8 @@ def _verification(run: Training) -> list[str]:
         'stated = json.loads(Path("privacy.json").read_text())\n'
         'releases = [(privacy.event_from_dict(r["event"]), r["count"]) for r in stated["releases"]]\n'
         f"print(privacy.compose(releases).epsilon({run.summary.delta!r}))\n```",
+        "With `ledger.jsonl` beside it, `torch-privacy verify .` compares both, and computes all numbers again by two "
+        "engines.",
     ]
     if words.counts_planned_steps(run):
         parts.append("It is that of the steps made; the bound above counts all planned steps.")
