@@ -27,7 +27,9 @@ N = 40
 def changes(rank: int | None, how: str | None, steps: int) -> np.ndarray:
     """Returns the changes of 10 weights by the noise alone, in units of its standard deviation: (steps, 10)."""
     noise = case(lambda: nn.Linear(4, 2), layers=lambda model: [], data=lambda: numbered(4), losses=nothing)
-    training = start(noise, how, "plain", num_steps=steps, expected_batch_size=4, assume_independent="it is zero")
+    training = start(
+        noise, how, "plain", num_steps=steps, expected_batch_size=4, examples={"assume_independent": "it is zero"}
+    )
     found = [flat(training)]
     for batch in training:
         if training.step(nothing(training.model, batch)):
@@ -126,7 +128,8 @@ def test_four_ranks_divide_the_batch_of_one_process(ranks4, how, settings):
 def inclusions(rank: int, steps: int, seed: int) -> np.ndarray:
     """Returns which examples this rank got, with keys of the system: (steps, N)."""
     torch.manual_seed(seed)  # as a user's script does, the same on all ranks
-    settings = {"num_steps": steps, "expected_batch_size": 16, "test_seed": None, "assume_independent": "it is zero"}
+    settings = {"num_steps": steps, "expected_batch_size": 16, "test_seed": None}
+    settings |= {"examples": {"assume_independent": "it is zero"}}
     training = start(case(data=numbered), "ddp", **settings)
     found = np.zeros((steps, N))
     for x, y, numbers in training:
@@ -222,7 +225,7 @@ def branching() -> nn.Module:
 
 
 def on_other_paths(rank: int | None, how: str, assumed: str | None) -> dict[str, torch.Tensor]:
-    training = start(Case(branching), how, expected_batch_size=8, num_steps=8, assume_independent=assumed)
+    training = start(Case(branching), how, expected_batch_size=8, num_steps=8, examples={"assume_independent": assumed})
     go(training, of_pair)
     return whole_weights(training.model)
 
