@@ -97,6 +97,7 @@ def on_rank(rank: int | None, how: str | None) -> dict[str, torch.Tensor]:
     return whole_weights(training.model)
 
 
+@pytest.mark.thorough(but=1)
 @VIEWS
 @pytest.mark.parametrize("how", ["ddp", "layers"])
 def test_two_ranks_train_as_one_process(ranks2, how):

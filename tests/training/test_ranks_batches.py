@@ -185,7 +185,7 @@ def of_texts(rank: int | None, how: str | None, settings: dict[str, Any], checke
     return whole_weights(training.model)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 @pytest.mark.parametrize(
     "settings", [{"expected_batch_size": 3, "num_steps": 8}, {"performance": tp.Performance(microbatch_size=2)}]
@@ -197,7 +197,7 @@ def test_ranks_with_other_shapes_measure_as_long_as_they_need(ranks2, how, setti
             torch.testing.assert_close(weights[name], weight)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 @pytest.mark.parametrize("checked", [0, 1])
 def test_a_rank_that_checks_more_than_the_others_does_not_stop_them(ranks2, how, checked):
@@ -230,6 +230,7 @@ def on_other_paths(rank: int | None, how: str, assumed: str | None) -> dict[str,
     return whole_weights(training.model)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_ranks_on_different_paths_through_the_model_refuse_or_finish(ranks2, how):
     """An example's loss depends on the others of its part here, which a rehearsal finds; the ranks never wait."""

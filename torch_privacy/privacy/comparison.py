@@ -147,7 +147,7 @@ def compare(noise_multiplier: float, sampling_probability: float, num_steps: int
     call each, without imports.
 
     Example:
-        >>> certified, *others = compare(0.7, 256 / 60000, 10547, 1e-5)
+        >>> certified, *others = compare(0.7, 0.01, 300, 1e-5)
         >>> [claim.accountant for claim in others if claim.against(certified) == "below the truth"]
         ['CLT']
     """

@@ -1208,7 +1208,7 @@ def test_the_random_numbers_of_a_batch_do_not_depend_on_the_users_seed():
     assert drawn[0][2] != drawn[1][2]
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["dropout", "counts of calls", "layers left out"])
 def test_rehearsals_are_less_than_a_fifth_of_the_turns_over_300_steps(name):
     program = INDEPENDENT[name]()
