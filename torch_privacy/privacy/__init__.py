@@ -29,6 +29,8 @@ from .compose import Profile as Profile
 from .compose import compose as compose
 from .correlated import Workload as Workload
 from .correlated import best_coefficients as best_coefficients
+from .correlated import inverse_coefficients as inverse_coefficients
+from .correlated import inverse_error as inverse_error
 from .correlated import mean_error as mean_error
 from .events.banded import BandedGaussian as BandedGaussian
 from .events.base import Event as Event

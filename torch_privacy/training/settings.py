@@ -284,7 +284,7 @@ class TrainingSettings:
             "num_steps": self.num_steps,
             "views": self.views,
             "sampling": repr(self.sampling),
-            "correlation": None if self.correlation is None else list(self.correlation.coefficients(self.num_steps)),
+            "correlation": self._coefficients(),
             "noise_multiplier": self.noise_multiplier,
             **mechanism.settings(),
             **{name: _digest(factors) for name, factors in self._schedules().items()},
@@ -293,6 +293,11 @@ class TrainingSettings:
             "after_update": self.after_update,
             "parameters": {name: list(p.shape) for name, p in trained.items()},
         }
+
+    def _coefficients(self) -> list[float] | None:
+        if self.correlation is None:
+            return None
+        return list(self.correlation.coefficients(self.num_steps, self.sampling_probability))
 
     def recorded(self) -> dict[str, Any]:
         """Returns all settings by the names that run folders have had from the start."""
