@@ -18,6 +18,10 @@ from .approximate.moments import rdp_noise as rdp_noise
 from .approximate.strong import sampled_epsilon as sampled_epsilon
 from .approximate.strong import scaled_epsilon as scaled_epsilon
 from .approximate.strong import strong_composition as strong_composition
+from .approximate.tradeoff_clt import Functionals as Functionals
+from .approximate.tradeoff_clt import TradeOffCLT as TradeOffCLT
+from .approximate.tradeoff_clt import functionals as functionals
+from .approximate.tradeoff_clt import tradeoff_clt as tradeoff_clt
 from .bracket import Bracket as Bracket
 from .calibrate import Budget as Budget
 from .calibrate import calibrate as calibrate
