@@ -118,6 +118,7 @@ WITHOUT_MOMENTS = {
     "heavy tails": privacy.SubsampledJL(1.0, 32, 0.01),
     "an outcome that reveals everything": privacy.KnownProfile((0.1,), (1e-6,)),
     "a bound that gives up outcomes": privacy.BallsAndBins(1.0, 10),
+    "a part that is not concentrated": privacy.ZeroConcentrated(0.1, 1e-6),
 }
 
 
@@ -172,8 +173,25 @@ def test_moments_of_other_events_are_their_integrals(name, order):
     assert privacy.moments_of([(event, 3)], 1e-5, [order]) == pytest.approx(expected, rel=1e-8)
 
 
-def test_moments_of_finite_outcomes_and_concentrated_releases_are_their_sums():
-    p, q, order = np.array([0.6, 0.3, 0.1]), np.array([0.2, 0.5, 0.3]), 2.5
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("name", ["replace one", "group"])
+def test_moments_of_a_large_order_are_sums_over_close_points(name, add):
+    """In logarithms, as the largest moments are beyond floating point; the larger direction counts."""
+    event, p, q, _ = DENSITIES[name]
+    p, q, order = (q, p, 15.0) if add else (p, q, 15.0)
+    x = np.linspace(-34, 34, 400_001)
+    exponents = np.log(p(x)) + order * (np.log(p(x)) - np.log(q(x)))
+    alpha = exponents.max() + np.log(np.exp(exponents - exponents.max()).sum() * (x[1] - x[0]))
+    found = float(log_moments(event.dominating_pair(), np.array([order]))[0])
+    assert found >= alpha * (1 - 1e-9)
+    if not add:
+        assert found == pytest.approx(alpha, rel=1e-9)
+
+
+@pytest.mark.parametrize("turned", [1, -1])
+def test_moments_of_finite_outcomes_and_concentrated_releases_are_their_sums(turned):
+    p, q = [np.array([0.6, 0.3, 0.1]), np.array([0.2, 0.5, 0.3])][::turned]
+    order = 2.5
     alpha = np.log(max((p * (p / q) ** order).sum(), (q * (q / p) ** order).sum()))
     zcdp = order * (order + 1) * 0.1
     releases = [(privacy.FinitePair(tuple(p), tuple(q)), 2), (privacy.ZeroConcentrated(0.1), 1)]
@@ -206,11 +224,43 @@ def test_moments_of_a_batch_of_fixed_size_are_those_of_its_profile():
     assert privacy.moments_of([(event, 1)], 1e-5, [order]) == pytest.approx(expected, rel=1e-7)
 
 
-@pytest.mark.parametrize("event", [event for event, *_ in DENSITIES.values()], ids=DENSITIES)
+OTHERS = {
+    **{name: event for name, (event, *_) in DENSITIES.items()},
+    "fixed size": privacy.FixedSizeGaussian(1.0, 0.01),
+    "truncated": privacy.TruncatedGaussian(1.0, 0.01, 50_000, 600),
+    "randomized response": privacy.RandomizedResponse(0.3),
+    "banded": privacy.BandedGaussian(1.0, 0.01, 4),
+    "best of several": privacy.Repeated(((privacy.Laplace(2.0), 1),), mean=5),
+}
+
+
+@pytest.mark.parametrize("event", OTHERS.values(), ids=OTHERS)
 def test_moments_and_rdp_of_other_events_lie_above_the_truth(event):
     truth = privacy.compose([(event, 30)]).epsilon(1e-5).low
     assert privacy.rdp([(event, 30)], 1e-5) >= truth
     assert privacy.moments_of([(event, 30)], 1e-5) >= privacy.rdp([(event, 30)], 1e-5, 1 + np.array(MOMENT_ORDERS))
+
+
+def test_rdp_of_a_concentrated_release_is_that_of_the_gaussian_that_attains_it():
+    assert privacy.rdp([(privacy.ZeroConcentrated(0.02), 7)], 1e-5) == pytest.approx(
+        privacy.rdp([(privacy.Gaussian(5.0), 7)], 1e-5), rel=1e-9
+    )
+
+
+BEYOND = {  # events, and an order at which the moment is finite but lies beyond the outcomes of the rule
+    "replace one": (privacy.SubsampledGaussian(0.3, 0.5, privacy.NeighboringRelation.REPLACE_ONE), 500.0),
+    "fixed size": (privacy.FixedSizeGaussian(2.0, 1e-3), 101.0),
+    "group": (privacy.SubsampledGroup(0.5, 0.5, 2), 500.0),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_orders_beyond_the_outcomes_of_a_rule_are_left_out(name):
+    """The sum would lack what lies beyond its last outcome, and be too small."""
+    event, order = BEYOND[name]
+    with pytest.raises(ValueError, match="no finite moments at these orders"):
+        privacy.rdp([(event, 1)], 1e-5, [order])
+    assert privacy.rdp([(event, 1)], 1e-5, [3.0, order]) == privacy.rdp([(event, 1)], 1e-5, [3.0])
 
 
 def test_rdp_of_whole_orders_and_of_their_neighbors_agree():

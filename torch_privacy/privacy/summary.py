@@ -72,9 +72,9 @@ def equal_releases(noise_multiplier: float, sampling_probability: float, num_ste
 
 def equal_steps(releases: Releases) -> tuple[float, float, int] | None:
     """Returns (noise multiplier, sampling probability, number) if the releases are `equal_releases`, else None."""
-    if len(releases) != 1 or not isinstance(releases[0][0], privacy.SubsampledGaussian):
+    event, count = releases[0] if len(releases) == 1 else (None, 0)
+    if not isinstance(event, privacy.SubsampledGaussian):
         return None
-    event, count = releases[0]
     return event.noise_multiplier, event.sampling_probability, count
 
 

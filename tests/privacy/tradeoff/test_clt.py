@@ -83,6 +83,8 @@ def test_bounds_of_berry_and_esseen_enclose_the_product(f):
     assert np.abs(product.low(alpha) - limit.curve(alpha)).max() < limit.error
     inside = (alpha > limit.error) & (alpha < 1 - limit.error)
     assert inside.sum() > 150
+    assert (low[~inside] == 0).all()  # where the theorem says nothing
+    assert (high[~inside] == 1 - alpha[~inside]).all()
     assert (low[inside] < limit.curve(alpha[inside])).all()
     assert (high[inside] > limit.curve(alpha[inside])).all()
 

@@ -149,7 +149,7 @@ def _integrals(f: TradeOff, second: Callable[[Array], Array], kink: float = 0.0)
     """
 
     def integrand(t: float) -> Array:
-        loss = np.float64(t)
+        loss = np.asarray(t)
         return np.asarray(f.delta(t)) * (np.exp(-loss) * second(loss) + second(-loss))
 
     ends = sorted({*SCALES, abs(kink)})
