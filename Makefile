@@ -6,6 +6,8 @@ ARGS ?=
 DEVICE ?=
 JOBS ?= $(if $(DEVICE),0,2)
 BIN := $(VENV)/bin
+# One thread for each process, as the models are tiny; compiled modules are kept, as the tests start many processes.
+FAST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Silences an advertisement of the theme, not a warning about these pages.
 export NO_MKDOCS_2_WARNING := 1
 
@@ -19,10 +21,10 @@ train: $(VENV)/.train  ## train on the Adult data privately, at epsilon 2; ARGS=
 	$(BIN)/torch-privacy train adult $(ARGS)
 
 test: $(VENV)/.test  ## run the tests that judge a change, in about five minutes; DEVICE=cuda: those for a GPU; JOBS=4: more at once
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(if $(DEVICE),--device $(DEVICE) )$(ARGS)
+	$(FAST) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(if $(DEVICE),--device $(DEVICE) )$(ARGS)
 
 thorough: $(VENV)/.test  ## run what `test` leaves out: more cases of the same tests, processes that are killed, slow brackets
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --thorough $(ARGS)
+	$(FAST) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --thorough $(ARGS)
 
 fuzz: $(VENV)/.test  ## search longer for counterexamples, with other random draws every time
 	$(BIN)/python -m pytest --all -m hypothesis --hypothesis-profile fuzz $(ARGS)

@@ -40,9 +40,15 @@ def native(model: nn.Module, optimizer: Any, loader: DataLoader) -> list[float]:
     """Returns the times at which steps ended, of PrivateTraining's own loop."""
     times = []
     training = tp.PrivateTraining(
-        model, optimizer, loader.dataset, expected_batch_size=N / len(loader), num_steps=STEPS, clipping=tp.Flat(1.0),
-        noise_multiplier=1.0, test_seed=0, assume_independent="a benchmark of steps without rehearsals",
-    )  # fmt: skip
+        model,
+        optimizer,
+        tp.Examples(loader.dataset, assume_independent="a benchmark of steps without rehearsals"),
+        expected_batch_size=N / len(loader),
+        num_steps=STEPS,
+        clipping=tp.Flat(1.0),
+        noise_multiplier=1.0,
+        test_seed=0,
+    )
     for x, y in training:
         if training.step(F.cross_entropy(model(x), y, reduction="none")):
             times.append(time.process_time())

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,15 +38,15 @@ def arguments(folder: str, steps: int) -> TrainingArguments:
     return TrainingArguments(output_dir=folder, max_steps=steps, per_device_train_batch_size=8, **quiet)
 
 
-def by_hand(args: TrainingArguments, data: list[Any], width: int, privacy: dict[str, Any]) -> Iterator[None]:
+def by_hand(args: TrainingArguments, data: tp.Examples, width: int, privacy: dict[str, Any]) -> Iterator[None]:
     """Yields after each step of the plain loop."""
     trained = model(width)
-    helper = Trainer(trained, args, train_dataset=data)
+    helper = Trainer(trained, args, train_dataset=data.dataset)
     helper.create_optimizer_and_scheduler(args.max_steps)
     training = tp.PrivateTraining(
         trained,
         helper.optimizer,
-        tp.Examples(data, collate_fn=helper.data_collator),
+        replace(data, collate_fn=helper.data_collator),
         num_steps=args.max_steps,
         performance=tp.Performance(microbatch_size=8),
         scheduler=helper.lr_scheduler,
@@ -75,9 +76,10 @@ class Turns(TrainerCallback):
 def seconds_of_trainer(steps: int, width: int) -> dict[str, list[float]]:
     """Returns the seconds of each step, without the first ones, which rehearse or allocate."""
     rows = torch.randint(1, 1000, (2000, 32), generator=torch.Generator().manual_seed(0))
-    data = [{"input_ids": row, "labels": row} for row in rows]
+    items = [{"input_ids": row, "labels": row} for row in rows]
+    data = tp.Examples(items, assume_independent="a benchmark of ordinary steps")
     privacy = {"clipping": tp.Flat(1.0), "noise_multiplier": 1.0, "expected_batch_size": 16, "delta": 1e-5}
-    privacy |= {"test_seed": 1, "assume_independent": "a benchmark of ordinary steps"}
+    privacy |= {"test_seed": 1}
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(folder, steps)
         turns = Turns(by_hand(args, data, width, privacy))

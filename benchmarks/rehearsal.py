@@ -37,13 +37,12 @@ def training_of(problem: Problem, steps: int, seed: int, reason: str | None = No
     return tp.PrivateTraining(
         model,
         optimizer,
-        data,
+        tp.Examples(data, assume_independent=reason),
         expected_batch_size=len(x),
         num_steps=steps,
         clipping=tp.Flat(1.0),
         noise_multiplier=1.0,
         delta=1e-9,
-        assume_independent=reason,
         test_seed=seed,
     )
 

@@ -222,7 +222,7 @@ PLAIN: dict[str, Callable[[], Found]] = {
     "B-GEP": lambda: simple(
         mlp(), clipping=tp.BGEP(subspace(), tp.Flat(1.0)), performance=tp.Performance(microbatch_size=5)
     ),
-    "assumed independent": lambda: simple(mlp(), assume_independent="they are"),
+    "assumed independent": lambda: simple(mlp(), tp.Examples(rows(), assume_independent="they are")),
 }
 RUNS.update(PLAIN)
 

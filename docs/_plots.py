@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from torch_privacy import privacy
+from torch_privacy.privacy.summary import equal_releases
 from torch_privacy.privacy.tradeoff import (
     JL,
     EpsilonDelta,
@@ -101,7 +102,7 @@ def underestimates() -> plots.Figure:
     steps = np.unique(np.geomspace(30, 3e5, 40).astype(int))
     curves: dict[str, tuple[plots.Array, plots.Array | privacy.Bracket[plots.Array]]] = {}
     for noise in (0.55, 0.7, 1.1, 2.0):
-        limits = [privacy.clt(noise, MNIST, int(count)) for count in steps]
+        limits = [privacy.clt(equal_releases(noise, MNIST, int(count))) for count in steps]
         true = np.array([limit.true_delta(limit.epsilon(1e-5)).low for limit in limits])
         curves[f"noise multiplier {noise:g}"] = steps, true
     figure = plots.profile_plot(curves, title="True delta where the CLT claims 1e-5")
@@ -123,8 +124,8 @@ def adult() -> plots.Figure:
     private = [row for row in rows if row["training"] == "private"]
     epochs = [float(row["epoch"]) for row in private]
     law = 0.961962, 256 / 29305  # the noise multiplier and the sampling probability that the command prints
-    limits = [privacy.clt(*law, int(row["step"])).epsilon(1e-5) for row in private]
-    moments = [privacy.moments(*law, int(row["step"]), delta=1e-5) for row in private]
+    limits = [privacy.clt(equal_releases(*law, int(row["step"]))).epsilon(1e-5) for row in private]
+    moments = [privacy.moments_of(equal_releases(*law, int(row["step"])), delta=1e-5) for row in private]
     blue, red, green = style.FILE_COLORS[:3]
     with matplotlib.rc_context(style.FILE_STYLE):
         figure = Figure(figsize=(9.6, 3.4), layout="constrained")

@@ -104,7 +104,11 @@ def arguments(folder: Any, **settings: Any) -> TrainingArguments:
 
 
 def trainer_of(folder: Any, model: Any, data: Any, collator: Any = None, privacy: Any = None, **settings: Any):
-    """Returns a private trainer with fixed keys; of the settings, those of ``Trainer`` begin with a known name."""
+    """Returns a private trainer with fixed keys; of the settings, those of ``Trainer`` begin with a known name.
+
+    ``privacy`` may have ``assume_independent``, which becomes a field of `tp.Examples`.
+    """
+    data, privacy = _assuming(data, privacy)
     named = {
         name: settings.pop(name)
         for name in ("callbacks", "eval_dataset", "compute_metrics", "optimizers")
@@ -117,7 +121,7 @@ def trainer_of(folder: Any, model: Any, data: Any, collator: Any = None, privacy
         arguments(folder, **settings),
         data_collator=collator,
         train_dataset=data,
-        privacy=PRIVACY | {"test_seed": 1} | (privacy or {}),
+        privacy=PRIVACY | {"test_seed": 1} | privacy,
         **named,
     )
 
@@ -125,6 +129,7 @@ def trainer_of(folder: Any, model: Any, data: Any, collator: Any = None, privacy
 def plainly_trained(folder: Any, model: Any, data: Any, collator: Any = None, privacy: Any = None, **settings: Any):
     """Returns the training after the plain loop with the optimizer and schedule of the same arguments."""
     args = arguments(folder, **settings)
+    data, privacy = _assuming(data, privacy)
     given = data if isinstance(data, tp.Examples) else tp.Examples(data)
     helper = Trainer(model, args, data_collator=collator, train_dataset=given.dataset)
     helper.create_optimizer_and_scheduler(args.max_steps)
@@ -135,13 +140,21 @@ def plainly_trained(folder: Any, model: Any, data: Any, collator: Any = None, pr
         num_steps=args.max_steps,
         performance=tp.Performance(microbatch_size=args.per_device_train_batch_size),
         scheduler=helper.lr_scheduler,
-        **PRIVACY | {"test_seed": 1} | (privacy or {}),
+        **PRIVACY | {"test_seed": 1} | privacy,
     )
     model.train()
     for batch in training:
         losses = per_example_loss(model, batch)
         training.step(losses if training.settings.views == 1 else losses.view(-1, training.settings.views))
     return training
+
+
+def _assuming(data: Any, privacy: Any) -> tuple[Any, dict[str, Any]]:
+    privacy = dict(privacy or {})
+    if reason := privacy.pop("assume_independent", None):
+        given = data if isinstance(data, tp.Examples) else tp.Examples(data)
+        data = replace(given, assume_independent=reason)
+    return data, privacy
 
 
 def weights(model: Any) -> list[torch.Tensor]:

@@ -113,6 +113,7 @@ def training_on(device, name="mlp", model=None, data=None, num_steps=4, **settin
     if settings.pop("gep", False):
         settings["clipping"] = gep(name)
     settings = {"clipping": tp.Flat(0.5)} | settings
+    of_examples = {"assume_independent": "rehearsals have tests of their own"} | settings.pop("examples", {})
     return private_training(
         model,
         torch.optim.SGD(model.parameters(), lr=0.5),
@@ -122,7 +123,8 @@ def training_on(device, name="mlp", model=None, data=None, num_steps=4, **settin
         noise_multiplier=1.0,
         delta=1e-3,
         test_seed=5,
-        **{"assume_independent": "rehearsals have tests of their own"} | settings,
+        examples=of_examples,
+        **settings,
     )
 
 
@@ -150,7 +152,7 @@ def assert_close(ours, theirs):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_training_on_a_gpu_is_that_on_the_cpu(name):
-    rehearsed = {"num_steps": 2, "assume_independent": None}
+    rehearsed = {"num_steps": 2, "examples": {"assume_independent": None}}
     assert_close(trained(GPU, name, **rehearsed), trained("cpu", name, **rehearsed))
 
 
@@ -399,7 +401,9 @@ DEFAULTS = {
 def test_training_under_a_default_device(case, default_device):
     with torch.device("cpu"):
         model = mlp()
-    settings = {"num_steps": 2, "assume_independent": None if case == "flat" else "tested"} | DEFAULTS[case]
+    settings = {"num_steps": 2, "examples": {"assume_independent": None if case == "flat" else "tested"}} | DEFAULTS[
+        case
+    ]
     training = training_on(GPU, model=model, **settings)
     assert list(steps_of(training, GPU)) == [1, 2]
 
@@ -472,7 +476,7 @@ class TwoDevices(nn.Module):
 
 
 TWO = {
-    "flat": {"assume_independent": None},
+    "flat": {"examples": {"assume_independent": None}},
     "positions": {"positions": True},
     "per layer": {"clipping": tp.PerLayer(0.5)},
     "micro-batches": {"clipping": tp.MicroBatches(0.5, 4)},
@@ -526,7 +530,7 @@ def with_dropout():
 
 
 def test_a_resumed_training_repeats_its_dropout_on_a_gpu():
-    training = training_on(GPU, model=with_dropout(), num_steps=5, assume_independent=None)
+    training = training_on(GPU, model=with_dropout(), num_steps=5, examples={"assume_independent": None})
     steps = steps_of(training, GPU)
     next(steps)
     next(steps)
@@ -536,7 +540,7 @@ def test_a_resumed_training_repeats_its_dropout_on_a_gpu():
     records = len(training.ledger)
     steps.close()
     torch.rand(7, device=GPU)
-    again = training_on(GPU, model=with_dropout(), num_steps=5, assume_independent=None)
+    again = training_on(GPU, model=with_dropout(), num_steps=5, examples={"assume_independent": None})
     again.model.load_state_dict(weights)
     again.load_state_dict(state | {"ledger": training.ledger.state_dict()})
     next(steps_of(again, GPU))

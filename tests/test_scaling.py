@@ -234,7 +234,7 @@ def counted_step(rank: int, parts: int, how: str) -> tuple[float, float, int]:
     return count.sent["c10d::_allgather_base_"], count.sent["c10d::_reduce_scatter_base_"], count.peak
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("parts", [1, 2])
 def test_counted_bytes_and_sums_of_a_sharded_step_are_those_of_the_model(ranks2, parts):
     network = scaling.Network("", LAYERS * SQUARE, LAYERS, 0, 0)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch_privacy import privacy
 from torch_privacy.experiments.study import Study
 from torch_privacy.privacy.engines.curve import bisect
+from torch_privacy.privacy.summary import equal_releases
 from torch_privacy.runs.rows import EXACT, PRIVACY_COLUMNS, Computation, Context, Numbers, TableColumn
 from torch_privacy_papers.abadi2016.accountant import EPOCHS, NOISE
 from torch_privacy_papers.abadi2016.accountant import PROBABILITY as ABADI_PROBABILITY
@@ -154,7 +155,7 @@ def two_layers(noise: float, pca_noise: float, epochs: float, printed: float, co
 
 def by_clt(chosen: ClaimedSetting, context: Context) -> Numbers:
     """Returns the numbers of the central limit theorem."""
-    limit = privacy.clt(chosen.noise_multiplier, chosen.probability, chosen.num_steps)
+    limit = privacy.clt(equal_releases(chosen.noise_multiplier, chosen.probability, chosen.num_steps))
     step = privacy.SubsampledGaussian(chosen.noise_multiplier, chosen.probability)
     return _numbers([(step, chosen.num_steps)], chosen.delta, limit.epsilon(chosen.delta), chosen.printed)
 
@@ -162,7 +163,9 @@ def by_clt(chosen: ClaimedSetting, context: Context) -> Numbers:
 def padded_text(context: Context) -> Numbers:
     """Returns the numbers of gdp-imdb for a text, half padding, with its gradient all in the embedding."""
     chosen = CLT_SETTINGS["CLT, IMDb"]
-    claimed = privacy.clt(chosen.noise_multiplier, chosen.probability, chosen.num_steps).epsilon(chosen.delta)
+    claimed = privacy.clt(equal_releases(chosen.noise_multiplier, chosen.probability, chosen.num_steps)).epsilon(
+        chosen.delta
+    )
     step = privacy.SubsampledGaussian(chosen.noise_multiplier / padding_ratio(), chosen.probability)
     return _numbers([(step, chosen.num_steps)], chosen.delta, claimed, None)
 
@@ -186,8 +189,8 @@ def gep_code(data: str, target: int, context: Context) -> Numbers:
     num_examples, delta, epochs = GEP_DATA[data]
     probability, noise = 1000 / num_examples, code_noise(data, target, releases=2)
     num_steps = round(epochs[target] / probability)
-    claimed = privacy.moments(noise, probability, 2 * num_steps, delta, CODE_ORDERS)
-    valid = privacy.moments(noise / sqrt(2), probability, num_steps, delta, CODE_ORDERS)
+    claimed = privacy.moments_of(equal_releases(noise, probability, 2 * num_steps), delta, CODE_ORDERS)
+    valid = privacy.moments_of(equal_releases(noise / sqrt(2), probability, num_steps), delta, CODE_ORDERS)
     return _numbers([(privacy.SubsampledGEP(noise, probability), num_steps)], delta, claimed, target, valid)
 
 
@@ -196,7 +199,7 @@ def gp_code(data: str, target: int, context: Context) -> Numbers:
     num_examples, delta, epochs = GEP_DATA[data]
     probability, noise = 1000 / num_examples, code_noise(data, target, releases=1)
     num_steps = round(epochs[target] / probability)
-    claimed = privacy.moments(noise, probability, num_steps, delta, CODE_ORDERS)
+    claimed = privacy.moments_of(equal_releases(noise, probability, num_steps), delta, CODE_ORDERS)
     return _numbers([(privacy.SubsampledGaussian(noise, probability), num_steps)], delta, claimed, target)
 
 
@@ -207,7 +210,7 @@ def code_noise(data: str, target: int, *, releases: int) -> float:
     count = releases * round(epochs[target] / probability)
 
     def seems_enough(noise: float) -> bool:
-        return privacy.moments(noise, probability, count, delta, CODE_ORDERS) <= target
+        return privacy.moments_of(equal_releases(noise, probability, count), delta, CODE_ORDERS) <= target
 
     return bisect(seems_enough, 0.1, 100.0, 1e-6)[1]
 

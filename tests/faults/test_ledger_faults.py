@@ -306,6 +306,7 @@ for step in range(len(ledger), 10**9):
 """
 
 
+@pytest.mark.thorough
 def test_releases_that_were_confirmed_survive_kills(tmp_path):
     path, random_times = tmp_path / "ledger", random.Random(7)
     for _ in range(5):

@@ -134,7 +134,7 @@ def test_a_state_names_the_generator_of_the_noise(tmp_path, new_process):
     assert again.num_lost == 3
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("microbatch_size", [None, 3])
 @pytest.mark.parametrize("same_until", [2, 3, 4])
 def test_a_run_that_cannot_be_repeated_goes_on_with_new_keys(

@@ -14,6 +14,7 @@ import torch
 from hugging import PRIVACY, arguments, bert, encoded, tokenizer
 from transformers import DataCollatorWithPadding, TrainerCallback
 
+import torch_privacy as tp
 from torch_privacy.huggingface import PrivateTrainer
 
 SHARDED = {
@@ -55,9 +56,9 @@ def trained(
     trainer = PrivateTrainer(
         bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
         args,
-        train_dataset=encoded(),
+        train_dataset=tp.Examples(encoded(), assume_independent="rehearsed elsewhere"),
         data_collator=DataCollatorWithPadding(tokenizer()),
-        privacy=PRIVACY | {"test_seed": 1, "run_folder": f"{folder}-run", "assume_independent": "rehearsed elsewhere"},
+        privacy=PRIVACY | {"test_seed": 1, "run_folder": f"{folder}-run"},
     )
     if fails_at is not None:
         trainer.add_callback(LosesPower(fails_at))

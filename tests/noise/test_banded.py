@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.linalg import toeplitz
 
-from torch_privacy.noise import BandedNoise, Noise, grid_unit
+from torch_privacy.noise import BandedNoise, InverseBandedNoise, Noise, grid_unit
 
 KEY = bytes(range(32))
 COEFFICIENTS = (0.8, 0.5, 0.2, 0.1)
@@ -48,7 +48,21 @@ def test_the_coefficients_times_the_noise_are_independent_numbers():
     assert np.abs(matrix(STEPS) @ exact - drawn()).max() < 1e-12
 
 
+def test_a_banded_inverse_sums_the_numbers_of_its_steps():
+    noise = InverseBandedNoise(KEY, COEFFICIENTS)
+    exact = np.stack([noise.correlated(step, zeros(8), {"0": 0})["0"].numpy() for step in range(STEPS)])
+    assert np.abs(matrix(STEPS) @ drawn() - exact).max() < 1e-14
+    later = vectors(InverseBandedNoise(KEY, COEFFICIENTS, since=4), first=4)
+    assert np.abs(matrix(STEPS - 4) @ drawn(first=4) - later).max() < 4 * 2.0**-31
+    whole = vectors(noise)
+    assert np.array_equal(vectors(InverseBandedNoise(KEY, COEFFICIENTS), (2, 6), first=7), whole[7:])
+    part = {"b": torch.zeros(3, dtype=torch.float64)}
+    noise.add_to(5, part, {"b": 1.0}, {"b": 4})
+    assert np.array_equal(part["b"].numpy(), whole[5, 4:7])
+
+
 def test_one_coefficient_is_ordinary_noise():
+    assert np.array_equal(vectors(InverseBandedNoise(KEY, (1.0,))), vectors(Noise(KEY)))
     assert np.array_equal(vectors(BandedNoise(KEY, (1.0,))), vectors(Noise(KEY)))
 
 

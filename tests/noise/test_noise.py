@@ -36,6 +36,7 @@ def test_noise_is_standard_normal(draw, dtype):
     assert stats.kstest(z, "norm").pvalue > 1e-3
 
 
+@pytest.mark.thorough
 def test_noise_has_the_normal_tail():
     """Counts draws beyond 2, 3, 4 and 5 standard deviations among 2e7, each within its binomial interval."""
     z = torch.cat([noise_of([(4 * MILLION,)], step)["0"] for step in range(5)]).abs()

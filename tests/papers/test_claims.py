@@ -41,6 +41,7 @@ def test_noise_is_that_of_the_published_code(data, target, published):
     assert claims.code_noise(data, target, releases=2) == pytest.approx(published, abs=8e-3)
 
 
+@pytest.mark.thorough
 def test_gep_costs_twice_its_claim_where_sampling_is_rare():
     numbers = numbers_of("GEP, SVHN, epsilon 8")
     assert numbers[CLAIM] == pytest.approx(8, abs=1e-4)

@@ -223,6 +223,7 @@ def test_training_row_stopped_before_its_first_checkpoint_starts_anew(tmp_path):
     run.close()
 
 
+@pytest.mark.thorough
 def test_releases_without_a_checkpoint_are_not_thrown_away(tmp_path, capsys):
     run = Reproduction.start(tmp_path / "r", "gdp-adult", quick=True)
     job = run.unfinished()[0]

@@ -8,7 +8,7 @@ import pytest
 from scipy.linalg import toeplitz
 from scipy.optimize import minimize
 
-from torch_privacy.privacy import Workload, best_coefficients, mean_error
+from torch_privacy.privacy import Workload, best_coefficients, inverse_coefficients, inverse_error, mean_error
 from torch_privacy.privacy.correlated import inverse
 
 WORKLOADS = {
@@ -16,6 +16,8 @@ WORKLOADS = {
     "momentum": Workload(24, momentum=0.9),
     "decay": Workload(24, momentum=0.5, weight_decay=0.1),
     "rates": Workload(24, momentum=0.9, rates=tuple(1 / (1 + k) for k in range(24))),
+    "average": Workload(24, momentum=0.5, average=0.8),
+    "average and rates": Workload(24, average=0.8, rates=tuple(1 / (1 + k) for k in range(24))),
 }
 
 
@@ -36,17 +38,24 @@ def test_the_error_at_a_noise_multiplier_is_the_reference(bands, noise, error):
     assert noise * mean_error(best_coefficients(bands, workload), workload) == pytest.approx(error, abs=0.006)
 
 
-def of_matrices(c, workload):
-    """Returns the error by dense matrices, with the optimizer simulated for each gradient."""
+def dense_workload(workload):
+    """Returns A, with the optimizer simulated for each gradient."""
     n, rates = workload.num_steps, workload.rates or (1.0,) * workload.num_steps
     scale = math.sqrt(np.mean(np.square(rates)))
     a = np.zeros((n, n))
     for i in range(n):
-        weight = velocity = 0.0
+        weight = velocity = average = 0.0
         for t in range(n):
             velocity = workload.momentum * velocity + (t == i)
             weight = (1 - workload.weight_decay) * weight + rates[t] / scale * velocity
-            a[t, i] = weight
+            average = workload.average * average + (1 - workload.average) * weight
+            a[t, i] = average
+    return a
+
+
+def of_matrices(c, workload):
+    """Returns the error by dense matrices."""
+    a, n = dense_workload(workload), workload.num_steps
     dense = toeplitz(np.append(c, np.zeros(n))[:n], np.zeros(n))
     return np.linalg.norm(c) * math.sqrt((a @ np.linalg.inv(dense)).__pow__(2).sum() / n)
 
@@ -81,7 +90,40 @@ def test_the_inverse_of_the_square_root():
     )
 
 
-@pytest.mark.parametrize("settings", [{"momentum": 1.5}, {"momentum": -0.1}, {"weight_decay": 2.0}, {"num_steps": 0}])
+@pytest.mark.parametrize(
+    ("bands", "error"), [(1, 70.746), (4, 28.47), (8, 20.92), (16, 15.99), (32, 13.17), (64, 12.37)]
+)
+def test_the_banded_inverse_has_the_error_of_the_reference_after_ten_passes(bands, error):
+    workload = Workload(1000)
+    found = inverse_error(inverse_coefficients(bands, workload, 100), workload) * 10**0.5
+    assert found == pytest.approx(error, abs=0.006)
+
+
+@pytest.mark.parametrize("workload", [Workload(23), Workload(23, weight_decay=0.1), Workload(23, average=0.3)], ids=str)
+@pytest.mark.parametrize(("bands", "batches"), [(1, 5), (3, 5), (7, 5), (4, 9), (30, 5)])
+def test_passes_over_a_banded_inverse_cost_at_most_as_many_gaussian_releases(workload, bands, batches):
+    w = inverse_coefficients(bands, workload, batches)
+    assert len(w) == bands
+    dense = toeplitz(np.append(w, np.zeros(23))[:23], np.zeros(23))
+    a, c = dense_workload(workload), np.linalg.inv(dense)
+    assert inverse_error(w, workload) == pytest.approx(math.sqrt(((a @ dense) ** 2).sum() / 23), rel=1e-9)
+    rng, ratios = np.random.default_rng(0), []
+    for stop in range(1, 24):
+        for first in range(min(batches, stop)):
+            steps = np.arange(first, stop, batches)
+            every = [np.ones(len(steps)), *rng.choice([-1.0, 1.0], (20, len(steps)))]
+            ratios += [np.linalg.norm(c[:stop, steps] @ signs) ** 2 / -(-stop // batches) for signs in every]
+    assert 0.9 < max(ratios) <= 1
+
+
+def test_few_bands_of_an_inverse_that_make_the_error_larger_are_refused():
+    with pytest.raises(ValueError, match="too small for this momentum"):
+        inverse_coefficients(4, Workload(1000, momentum=0.9, average=0.99), 100)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"average": 1.5}, {"momentum": 1.5}, {"momentum": -0.1}, {"weight_decay": 2.0}, {"num_steps": 0}]
+)
 def test_what_is_out_of_range_is_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         Workload(**{"num_steps": 5} | settings)

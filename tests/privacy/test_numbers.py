@@ -11,6 +11,7 @@ import torch
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.privacy import tradeoff
+from torch_privacy.privacy.summary import equal_releases
 
 KINDS = {
     "float32": lambda x: np.float32(x),
@@ -38,9 +39,9 @@ HALVES = {  # exact in float32
     "delta": lambda n: privacy.compose([(privacy.Laplace(0.5), 2)]).delta(n(0.5)),
     "statement": lambda n: privacy.compose([(privacy.Laplace(0.5), 2)]).statement(n(0.25)),
     "calibrate": lambda n: privacy.calibrate(n(2.0), n(0.0625), sampling_probability=n(0.25), num_steps=4),
-    "rdp": lambda n: privacy.rdp(n(2.0), n(0.25), 4, n(0.0625)),
+    "rdp": lambda n: privacy.rdp(equal_releases(n(2.0), n(0.25), 4), n(0.0625)),
     "strong composition": lambda n: privacy.strong_composition(n(2.0), n(0.25), 4, n(0.0625)),
-    "clt": lambda n: privacy.clt(n(2.0), n(0.25), 4).epsilon(0.0625),
+    "clt": lambda n: privacy.clt(equal_releases(n(2.0), n(0.25), 4)).epsilon(0.0625),
 }
 WHOLE = {
     "compose": lambda n: privacy.compose([(privacy.Laplace(0.5), n(3))]).epsilon(0.1),

@@ -133,13 +133,15 @@ def test_probabilities_of_the_defaults_are_better_than_the_base_rate(bounds):
     training = tp.PrivateTraining(
         model,
         optimizer,
-        torch.utils.data.TensorDataset(data.inputs[train], data.targets[train]),
+        tp.Examples(
+            torch.utils.data.TensorDataset(data.inputs[train], data.targets[train]),
+            assume_independent="rows are encoded one by one",
+        ),
         expected_batch_size=choice.expected_batch_size,
         num_steps=100,
         clipping=tp.Flat(choice.clip_norm),
         target_epsilon=2.0,
         delta=choice.delta,
-        assume_independent="rows are encoded one by one",
     )
     for inputs, targets in training:
         training.step(losses(model(inputs), targets))

@@ -123,6 +123,7 @@ def test_the_log_ratio_is_that_of_a_mixture():
     assert observed.log_ratio.allclose(expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_under_balls_and_bins_it_is_that_of_the_epochs():
     """A canary has one batch of each epoch of five; the second epoch is broken off after two."""
     train = Trainer(sampling=tp.BallsAndBins(), num_steps=7)

@@ -168,7 +168,7 @@ def averaged_in_one_process():
     return seen
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "root", "ddp"])
 def test_average_on_ranks_is_that_of_one_process(ranks2, how):
     expected = averaged_in_one_process()

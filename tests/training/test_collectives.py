@@ -60,6 +60,7 @@ def test_weights_are_gathered_once_in_a_step(ranks2, name):
             assert ordinary["reduce-scatter"] == private["all-gather"] < ordinary["all-gather"]
 
 
+@pytest.mark.thorough
 def test_ordinary_steps_send_what_they_are_known_to(ranks2):
     """Of this network, these numbers are known: Opacus sends 1.67 times as much."""
     ordinary = on_ranks(ranks2, "MLP, 1,699 parameters", "layers")[0].ordinary
@@ -146,7 +147,7 @@ def with_other_rehearsals(rank: int, how: str) -> tuple[tuple[list[list[Collecti
         return private_steps(case(expected_batch_size=8, num_steps=8), how), sum(rehearsed)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_a_rank_that_rehearses_alone_makes_the_collectives_of_all(ranks2, how):
     found = ranks2.run(with_other_rehearsals, how)

@@ -97,20 +97,21 @@ def on_rank(rank: int | None, how: str | None) -> dict[str, torch.Tensor]:
     return whole_weights(training.model)
 
 
+@pytest.mark.thorough(but=1)
 @VIEWS
 @pytest.mark.parametrize("how", ["ddp", "layers"])
-def test_two_ranks_train_as_one_process(ranks2, how):
+def test_two_ranks_train_as_one_process_bit_for_bit(ranks2, how):
     weights = on_rank(None, None)
     for found in ranks2.run(on_rank, how):
-        assert difference(found, weights) <= 1e-9
+        assert difference(found, weights) == 0
 
 
 @pytest.mark.thorough
 @VIEWS
-def test_four_ranks_train_as_one_process(ranks4):
+def test_four_ranks_train_as_one_process_bit_for_bit(ranks4):
     weights = on_rank(None, None)
     for found in ranks4.run(on_rank, "layers"):
-        assert difference(found, weights) <= 1e-9
+        assert difference(found, weights) == 0
 
 
 # What it costs
@@ -200,6 +201,32 @@ def test_in_fixed_order_batches_are_those_of_the_data_set_and_each_pass_is_one_g
     assert "no sampling" in str(training.spent(DELTA))
 
 
+def test_a_banded_inverse_sums_noise_at_the_price_of_its_passes():
+    def nothing(model, x, y):
+        return 0.0 * cross_entropy(model, x, y)
+
+    settings = BANDED | {"correlation": tp.Banded(3, order="fixed", inverse=True)}
+    trainings = []
+    for _ in range(2):
+        model = network()
+        trainings.append(training_of(model=model, optimizer=Kept(model.parameters(), lr=0.1), **settings))
+    training, again = trainings
+    train(training, losses=nothing, steps=4)
+    again.load_state_dict(copy.deepcopy(training.state_dict()))
+    train(training, losses=nothing)
+    train(again, losses=nothing)
+    assert torch.equal(torch.stack(again.optimizer.kept), torch.stack(training.optimizer.kept[4:]))
+    w = privacy.inverse_coefficients(3, privacy.Workload(11), 5)
+    z = torch.empty(11, PARAMETERS)
+    for step in range(11):
+        Noise(bytes.fromhex(training.state_dict()["noise_key"])).fill(step, {"": z[step]})
+    expected = toeplitz(np.append(w, np.zeros(8)), np.zeros(11)) @ z.numpy() * (1 + 2.1e-5)
+    assert np.allclose(torch.stack(training.optimizer.kept).numpy() * 8 / 0.5, expected, atol=1e-7)
+    assert training.statement()["correlation"]["coefficients"] == list(w)
+    assert training.spent(DELTA).epsilon == priced((privacy.Gaussian(1.0), 3))
+    assert "times the error of independent noise" in training.explain()
+
+
 # Refusals
 
 
@@ -229,6 +256,12 @@ def test_what_has_no_price_is_refused(settings, message):
 def test_numbers_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match=next(reversed(settings))):
         tp.Banded(**settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"order": "fixed", "learning_rates": [1.0]}])
+def test_a_banded_inverse_without_a_price_or_with_rates_is_refused(settings):
+    with pytest.raises(tp.Refused, match="inverse=True"):
+        tp.Banded(3, inverse=True, **settings)
 
 
 def test_a_state_with_other_noise_is_refused():

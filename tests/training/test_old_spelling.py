@@ -20,9 +20,9 @@ def subspace():
 
 OLD = {
     "examples": (
-        {"collate_fn": pad, "views": 2, "num_workers": 0},
+        {"collate_fn": pad, "views": 2, "num_workers": 0, "assume_independent": "it's so"},
         {},
-        "tp.Examples(dataset, collate_fn=pad, views=2, num_workers=0)",
+        'tp.Examples(dataset, collate_fn=pad, views=2, num_workers=0, assume_independent="it\'s so")',
     ),
     "owners": (
         {"owners": [i // 2 for i in range(40)], "per_owner": 2, "owner_name": "user"},

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
+from trainings import private_training
 
 import torch_privacy as tp
 from torch_privacy import privacy
@@ -47,7 +48,7 @@ def trainer(
         if everyone:
             settings["expected_batch_size"] = len(dataset)  # type: ignore[arg-type]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        training = tp.PrivateTraining(model, optimizer, dataset, test_seed=7, **{"clipping": tp.Flat(1.0), **settings})
+        training = private_training(model, optimizer, dataset, test_seed=7, **{"clipping": tp.Flat(1.0), **settings})
         for x, y in training:
             losses = nn.functional.cross_entropy(model(x), y, reduction="none")
             training.step(losses if lossed is None else lossed(losses))
@@ -200,7 +201,8 @@ def test_examples_that_depend_on_each_other_are_caught():
         assert observed.projections is not None
         return observed.projections.abs().amax(0)
 
-    settings = {"expected_batch_size": 100, "num_steps": 20, "noise_multiplier": 2.0, "assume_independent": "it is not"}
+    settings = {"expected_batch_size": 100, "num_steps": 20, "noise_multiplier": 2.0}
+    settings |= {"examples": {"assume_independent": "it is not"}}
     canaries = TensorDataset(100 * examples(400).tensors[0], torch.zeros(400, dtype=torch.int64))
     others = TensorDataset(examples(4000).tensors[0], torch.zeros(4000, dtype=torch.int64))
     honest = tp.audit(trainer(**settings), others, canaries, score=magnitudes, test_seed=3)

@@ -88,12 +88,11 @@ def trained(model: nn.Module, ranks: int, steps: int = 2) -> tuple[tp.PrivateTra
     training = tp.PrivateTraining(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
-        TensorDataset(x, torch.randint(3, (len(x),))),
+        tp.Examples(TensorDataset(x, torch.randint(3, (len(x),))), assume_independent="each loss is that of one row"),
         expected_batch_size=2 * ranks,
         num_steps=steps,
         clipping=tp.Flat(1.0),
         noise_multiplier=1.0,
-        assume_independent="each loss is that of one row",
         test_seed=1,
     )
     drawn, log = Drawn(), Log()

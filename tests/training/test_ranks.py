@@ -42,19 +42,19 @@ def assert_as_in_one_process(
     return expected, found
 
 
-@pytest.mark.thorough(but=3)
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", SMALL)
 def test_sharded_sums_are_those_of_one_process(ranks2, name):
     assert_as_in_one_process(ranks2, name, "layers", noise_multiplier=HARDLY_ANY_NOISE)
 
 
-@pytest.mark.thorough(but=4)
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "columns"])
 def test_sums_of_ddp_are_those_of_one_process(ranks2, name):
     assert_as_in_one_process(ranks2, name, "ddp", noise_multiplier=HARDLY_ANY_NOISE)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["first layer", "all but one", "kept after forward"])
 @pytest.mark.parametrize("noise", [HARDLY_ANY_NOISE, 1.0])
 def test_models_that_are_sharded_in_part_get_the_weights_of_one_process(ranks2, how, noise):
@@ -134,6 +134,7 @@ def test_perturbed_embeddings_are_those_of_one_process(ranks2, name, how):
     assert_as_in_one_process(ranks2, name, how, noise_multiplier=0.05)
 
 
+@pytest.mark.thorough
 def test_weights_in_bfloat16_are_those_of_one_rank(ranks2, launcher):
     """One process without ``fully_shard`` would round at other places, by 1e-3 here."""
     settings = {"noise_multiplier": HARDLY_ANY_NOISE}

@@ -27,7 +27,9 @@ N = 40
 def changes(rank: int | None, how: str | None, steps: int) -> np.ndarray:
     """Returns the changes of 10 weights by the noise alone, in units of its standard deviation: (steps, 10)."""
     noise = case(lambda: nn.Linear(4, 2), layers=lambda model: [], data=lambda: numbered(4), losses=nothing)
-    training = start(noise, how, "plain", num_steps=steps, expected_batch_size=4, assume_independent="it is zero")
+    training = start(
+        noise, how, "plain", num_steps=steps, expected_batch_size=4, examples={"assume_independent": "it is zero"}
+    )
     found = [flat(training)]
     for batch in training:
         if training.step(nothing(training.model, batch)):
@@ -126,7 +128,8 @@ def test_four_ranks_divide_the_batch_of_one_process(ranks4, how, settings):
 def inclusions(rank: int, steps: int, seed: int) -> np.ndarray:
     """Returns which examples this rank got, with keys of the system: (steps, N)."""
     torch.manual_seed(seed)  # as a user's script does, the same on all ranks
-    settings = {"num_steps": steps, "expected_batch_size": 16, "test_seed": None, "assume_independent": "it is zero"}
+    settings = {"num_steps": steps, "expected_batch_size": 16, "test_seed": None}
+    settings |= {"examples": {"assume_independent": "it is zero"}}
     training = start(case(data=numbered), "ddp", **settings)
     found = np.zeros((steps, N))
     for x, y, numbers in training:
@@ -182,7 +185,7 @@ def of_texts(rank: int | None, how: str | None, settings: dict[str, Any], checke
     return whole_weights(training.model)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 @pytest.mark.parametrize(
     "settings", [{"expected_batch_size": 3, "num_steps": 8}, {"performance": tp.Performance(microbatch_size=2)}]
@@ -194,7 +197,7 @@ def test_ranks_with_other_shapes_measure_as_long_as_they_need(ranks2, how, setti
             torch.testing.assert_close(weights[name], weight)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 @pytest.mark.parametrize("checked", [0, 1])
 def test_a_rank_that_checks_more_than_the_others_does_not_stop_them(ranks2, how, checked):
@@ -222,11 +225,12 @@ def branching() -> nn.Module:
 
 
 def on_other_paths(rank: int | None, how: str, assumed: str | None) -> dict[str, torch.Tensor]:
-    training = start(Case(branching), how, expected_batch_size=8, num_steps=8, assume_independent=assumed)
+    training = start(Case(branching), how, expected_batch_size=8, num_steps=8, examples={"assume_independent": assumed})
     go(training, of_pair)
     return whole_weights(training.model)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_ranks_on_different_paths_through_the_model_refuse_or_finish(ranks2, how):
     """An example's loss depends on the others of its part here, which a rehearsal finds; the ranks never wait."""

@@ -51,6 +51,7 @@ def evaluating(rank: int | None, how: str | None) -> Found:
     return whole_weights(training.model), torch.stack(outputs)
 
 
+@pytest.mark.thorough(but=1)
 @HOWS
 def test_a_model_is_evaluated_between_steps_and_between_loops(ranks2, how):
     expected, found = assert_as_in_one_process(ranks2, evaluating, how)
@@ -111,6 +112,7 @@ def trying_again(rank: int | None, how: str | None) -> Found:
     return whole_weights(training.model), (refused, training.step_count, len(training.ledger))
 
 
+@pytest.mark.thorough(but=1)
 @HOWS
 def test_a_step_that_was_refused_on_one_rank_is_made_again_by_all(ranks2, how):
     expected, found = assert_as_in_one_process(ranks2, trying_again, how)

@@ -118,7 +118,7 @@ def differing(rank: int, how: str, on_rank_1: str) -> None:
         "budget": {"budget": tp.privacy.Budget(3.0, 1e-3)},
         "prior_releases": {"prior_releases": [tp.privacy.Release(tp.privacy.Gaussian(1.0), "before")]},
         "memory_budget": {"performance": tp.Performance(memory_budget=1.5)},
-        "assume_independent": {"assume_independent": "it is"},
+        "assume_independent": {"examples": {"assume_independent": "it is"}},
     }
     training_of(wrapped, kind(wrapped.parameters(), lr=rate), dataset, **settings.get(on_rank_1, {}) if rank else {})
 

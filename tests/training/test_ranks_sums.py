@@ -72,7 +72,7 @@ def with_evaluation(rank: int | None, how: str | None) -> tuple[list[float], dic
     return scores, whole_weights(training.model)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "root", "ddp"])
 def test_the_model_may_be_evaluated_between_steps(ranks2, how):
     """FSDP leaves the root's weights gathered after an evaluation, and would go on with these after the next update."""

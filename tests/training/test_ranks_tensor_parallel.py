@@ -129,7 +129,7 @@ def assert_as_in_one_process(
     return expected, found
 
 
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("case", models.CASES)
 def test_sums_of_shards_are_those_of_one_process(ranks2, case):
     assert_as_in_one_process(ranks2, case, noise_multiplier=HARDLY_ANY_NOISE)
@@ -142,7 +142,7 @@ def test_noise_of_shards_is_that_of_one_process(ranks2, case, optimizer):
     assert_as_in_one_process(ranks2, case, optimizer=optimizer)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("noise", [1.0, HARDLY_ANY_NOISE])
 @pytest.mark.parametrize("case", ["perceptron", "attention by heads"])
 def test_shards_in_float32_are_those_of_one_process(ranks2, case, noise):
@@ -175,7 +175,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("mesh", [(2,), (1, 2), (2, 1)], ids=str)
 def test_settings_mean_the_same_over_shards(ranks2, mesh, name):
@@ -453,6 +453,7 @@ def leaving_early(rank: int) -> int:
     return training.step_count
 
 
+@pytest.mark.thorough
 def test_a_loop_that_one_rank_leaves_early_is_refused_on_the_others(ranks2):
     found, left = ranks2.outcomes(leaving_early)
     assert left.value == 2

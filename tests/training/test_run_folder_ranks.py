@@ -85,6 +85,7 @@ def full_disk(rank: int | None, folder: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.thorough
 def test_a_file_that_rank_0_cannot_write_is_an_error_on_all_ranks_and_is_written_later(ranks2, tmp_path):
     first, second = ranks2.run(full_disk, tmp_path)
     assert "model.safetensors" in first

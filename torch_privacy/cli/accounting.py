@@ -13,9 +13,9 @@ import typer
 
 from torch_privacy.cli._options import with_options
 from torch_privacy.cli._shared import AsJson, app, naming, print_result, say
-from torch_privacy.cli.steps import Delta, Setting, Steps
+from torch_privacy.cli.releases import Planned
+from torch_privacy.cli.steps import Delta, Steps
 
-Noise = Annotated[float, typer.Option(help="Noise's standard deviation over the sensitivity; no unit, above 0.")]
 Target = Annotated[float, typer.Option("--epsilon", help="Epsilon that is never exceeded; no unit, above 0.")]
 GroupSize = Annotated[
     int | None,
@@ -75,30 +75,27 @@ class PlotOutput:
 @with_options
 def epsilon(
     *,
-    noise_multiplier: Noise,
-    steps: Steps,
+    planned: Planned,
     delta: Delta = None,
     group_size: GroupSize = None,
     output: PlotOutput,
 ) -> None:
     """Print epsilon of a private training as a certified interval, beside the values of other accountants.
 
-    Poisson sampling; neighboring data sets differ by one example, added or removed, or by all examples of one person.
+    The training is a RUN, or steps that are described. Poisson sampling; neighboring data sets differ by one example,
+    added or removed, or by all examples of one person.
     """
     from torch_privacy import privacy
-    from torch_privacy.privacy.summary import equal_releases, privacy_lines, summarize
+    from torch_privacy.privacy.summary import privacy_lines, summarize
 
-    sampling = steps.sampling("epsilon")
-    setting, delta = sampling.setting(noise_multiplier), sampling.delta("epsilon", delta)
-    releases = equal_releases(*setting)
+    described = planned.described("epsilon")
+    releases, delta = described.releases, described.delta("epsilon", delta)
     if group_size is not None:
         releases = [(privacy.for_group(event, group_size), count) for event, count in releases]
-        if output.plot is not None:
-            raise typer.BadParameter("--plot draws the epsilon of one example; leave out --group-size or --plot")
     summary = summarize(releases, delta)
     bracket = privacy.Bracket(summary.epsilon_low, summary.epsilon_high)
-    output.draw(lambda plots: plots.profile_figure(*setting, plots.epsilon_mark(bracket, delta)))
-    output.show(summary.as_json(), [*privacy_lines(summary), *sampling.lines])
+    output.draw(lambda plots: plots.profile_figure(releases, plots.epsilon_mark(bracket, delta)))
+    output.show({**described.about, **summary.as_json()}, [*privacy_lines(summary), *described.lines])
 
 
 @app.command()
@@ -106,25 +103,24 @@ def epsilon(
 def delta(
     *,
     epsilon: Annotated[float, typer.Option(help="Epsilon at which to ask, a number of either sign; no unit.")],
-    noise_multiplier: Noise,
-    steps: Steps,
+    planned: Planned,
     output: PlotOutput,
 ) -> None:
     """Print delta of a private training at an epsilon, as a certified interval."""
     from torch_privacy import privacy
-    from torch_privacy.privacy.summary import compose_steps, delta_lines
+    from torch_privacy.privacy.summary import delta_lines, limit_of, releases_as_json
 
-    sampling = steps.sampling("delta")
-    setting = sampling.setting(noise_multiplier)
-    bracket = compose_steps(*setting).delta(epsilon)
-    output.draw(lambda plots: plots.profile_figure(*setting, plots.delta_mark(epsilon, bracket)))
+    described = planned.described("delta")
+    bracket, limit = privacy.compose(described.releases).delta(epsilon), limit_of(described.releases)
+    output.draw(lambda plots: plots.profile_figure(described.releases, plots.delta_mark(epsilon, bracket)))
     content = {
-        **_as_json(setting),
+        **described.about,
+        **releases_as_json(described.releases),
         "epsilon": epsilon,
         "delta": bracket._asdict(),
-        "clt": {"delta": privacy.clt(*setting).delta(epsilon), "note": "an approximation, not a bound"},
+        "clt": {"delta": None if limit is None else limit.delta(epsilon), "note": "an approximation, not a bound"},
     }
-    output.show(content, [*delta_lines(*setting, epsilon), *sampling.lines])
+    output.show(content, [*delta_lines(described.releases, epsilon), *described.lines])
 
 
 @app.command()
@@ -144,7 +140,7 @@ def calibrate(
     delta = sampling.delta("calibrate", delta)
     training = {"sampling_probability": sampling.probability, "num_steps": sampling.num_steps}
     noise = privacy.calibrate(target_epsilon, delta, **training)
-    setting = sampling.setting(noise)
+    setting = noise, sampling.probability, sampling.num_steps
     summary = summarize(equal_releases(*setting), delta)
     lines = [
         ("noise multiplier", repr(noise)),
@@ -160,31 +156,30 @@ def calibrate(
 @with_options
 def tradeoff(
     *,
-    noise_multiplier: Noise,
-    steps: Steps,
+    planned: Planned,
     alpha: Alphas = None,
     output: PlotOutput,
 ) -> None:
     """Print the best possible attack: the rate of missed members at each false positive rate."""
+    from torch_privacy import privacy
     from torch_privacy.cli.tables import tradeoff_view
-    from torch_privacy.privacy.summary import attacker_as_json, compose_steps, curve_lines, tradeoff_points
+    from torch_privacy.privacy.summary import attacker_as_json, curve_lines, releases_as_json, tradeoff_points
 
-    sampling = steps.sampling("tradeoff")
-    setting = sampling.setting(noise_multiplier)
-    profile = compose_steps(*setting)
+    described = planned.described("tradeoff")
+    profile = privacy.compose(described.releases)
     points = tradeoff_points(profile, alpha or [0.001, 0.01, 0.05, 0.1, 0.2, 0.5])
     attacker = attacker_as_json(profile)
-    output.draw(lambda plots: plots.tradeoff_figure(*setting))
-    shown = tradeoff_view(points, [*curve_lines(attacker), *sampling.lines])
-    output.show({**_as_json(setting), "tradeoff": points, **attacker}, shown)
+    output.draw(lambda plots: plots.tradeoff_figure(described.releases))
+    shown = tradeoff_view(points, [*curve_lines(attacker), *described.lines])
+    content = {**described.about, **releases_as_json(described.releases), "tradeoff": points, **attacker}
+    output.show(content, shown)
 
 
 @app.command()
 @with_options
 def compare(
     *,
-    noise_multiplier: Noise,
-    steps: Steps,
+    planned: Planned,
     delta: Delta = None,
     group_size: GroupSize = None,
     output: PlotOutput,
@@ -199,24 +194,29 @@ def compare(
     from torch_privacy.cli.tables import claims_table, lines_table, persons_view
     from torch_privacy.privacy import comparison
     from torch_privacy.privacy.persons import compare_persons
+    from torch_privacy.privacy.summary import equal_steps, releases_as_json
 
-    sampling = steps.sampling("compare")
-    setting, delta = sampling.setting(noise_multiplier), sampling.delta("compare", delta)
-    persons = None if group_size is None else compare_persons(*setting, delta, group_size)
+    described = planned.described("compare")
+    releases, delta = described.releases, described.delta("compare", delta)
+    persons = None
+    if group_size is not None:
+        steps = equal_steps(releases)
+        if steps is None:
+            raise ValueError("compare: --group-size compares equal steps with exact norms alone. Leave it out.")
+        persons = compare_persons(*steps, delta, group_size)
     with _quiet_libraries():
-        claims = comparison.compare(*setting, delta)
-    words = "{1:,} steps, noise multiplier {2:.4g}, q = {0:.4g}, delta = {3:g}"
-    shown = words.format(sampling.probability, sampling.num_steps, noise_multiplier, delta)
-    output.draw(lambda plots: plots.claims_figure(claims, shown))
-    content: dict[str, Any] = {**_as_json(setting), "delta": delta, "claims": comparison.as_json(claims)}
+        claims = comparison.compare(releases, delta)
+    output.draw(lambda plots: plots.claims_figure(claims, f"{plots.in_words(releases)}, delta = {delta:g}"))
+    content = {
+        **described.about,
+        **releases_as_json(releases),
+        "delta": delta,
+        "claims": comparison.as_json(claims),
+    }
     if persons is not None:
         content["persons"] = persons.as_json()
     view = claims_table(claims) if persons is None else persons_view(claims, persons)
-    output.show(content, Group(lines_table(sampling.lines), "", view) if sampling.lines else view)
-
-
-def _as_json(setting: Setting) -> dict[str, Any]:
-    return dict(zip(("noise_multiplier", "sampling_probability", "num_steps"), setting, strict=True))
+    output.show(content, Group(lines_table(described.lines), "", view) if described.lines else view)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ Delta = Annotated[
     ),
 ]
 USUAL_DELTA = 1e-5
-Setting = tuple[float, float, int]
 
 
 @dataclass(frozen=True)
@@ -28,23 +27,29 @@ class Sampling:
     num_examples: int | None
     lines: list[tuple[str, str]]  # how the two follow from the options, and the delta; for a table
 
-    def setting(self, noise_multiplier: float) -> Setting:
-        """Returns the training: noise multiplier, sampling probability and number of steps."""
-        return noise_multiplier, self.probability, self.num_steps
-
     def delta(self, where: str, given: float | None) -> float:
-        """Returns the delta given, or the usual one; one that was chosen by the number of examples is in ``lines``."""
-        from torch_privacy.support import validate as _check
+        """Returns the delta given, or the usual one; one that was chosen is in ``lines`` then."""
+        return chosen_delta(where, given, None, self.num_examples, self.lines)
 
-        n = self.num_examples
-        if given is not None:
-            if n is not None:
-                _check.strictly_between(where, 0, 1 / n, delta=given, hint=f"It must be below 1/n (n = {n} examples).")
-            return given
-        if n is None or 1 / (10 * n) >= USUAL_DELTA:
-            return USUAL_DELTA
-        self.lines.append(("delta", f"{1 / (10 * n):.4g} = 1 / (10 x {n:,}); --delta sets another"))
-        return 1 / (10 * n)
+
+def chosen_delta(
+    where: str, given: float | None, of_run: float | None, num_examples: int | None, lines: list[tuple[str, str]]
+) -> float:
+    """Returns the delta given, that of a run, or the usual one; adds a line on one that was not given."""
+    from torch_privacy.support import validate as _check
+
+    n = num_examples
+    if given is not None:
+        if n is not None:
+            _check.strictly_between(where, 0, 1 / n, delta=given, hint=f"It must be below 1/n (n = {n} examples).")
+        return given
+    if of_run is not None:
+        lines.append(("delta", f"{of_run:.4g}, that of the run; --delta sets another"))
+        return of_run
+    if n is None or 1 / (10 * n) >= USUAL_DELTA:
+        return USUAL_DELTA
+    lines.append(("delta", f"{1 / (10 * n):.4g} = 1 / (10 x {n:,}); --delta sets another"))
+    return 1 / (10 * n)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 """Gaussian noise from cryptographic generators, on a grid: a function of key, step and place."""
 
 from .banded import BandedNoise as BandedNoise
+from .banded import InverseBandedNoise as InverseBandedNoise
 from .gaussian import Noise as Noise
 from .gaussian import generators as generators
 from .gaussian import key_from_test_seed as key_from_test_seed

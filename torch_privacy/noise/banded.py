@@ -72,13 +72,18 @@ class BandedNoise(Noise):
             self._past.pop(number - len(self.coefficients), None)
         return self._past[step]
 
-    def _next(self, step: int, like: Mapping[str, Tensor], places: Mapping[str, int]) -> Values:
-        """Returns the x of a step from those before."""
+    def _drawn(self, step: int, like: Mapping[str, Tensor], places: Mapping[str, int]) -> Values:
+        """Returns the step's z."""
         drawn = {
             name: torch.empty(t.shape, dtype=torch.float64, device=t.device if has_generator(t) else "cpu")
             for name, t in like.items()
         }
         self.fill(step, drawn, places)
+        return drawn
+
+    def _next(self, step: int, like: Mapping[str, Tensor], places: Mapping[str, int]) -> Values:
+        """Returns the x of a step from those before."""
+        drawn = self._drawn(step, like, places)
         for back, coefficient in enumerate(self.coefficients[1:], 1):
             if step - back < self.since:
                 break
@@ -87,3 +92,30 @@ class BandedNoise(Noise):
         for values in drawn.values():
             values.div_(self.coefficients[0])
         return drawn
+
+
+class InverseBandedNoise(BandedNoise):
+    """Gaussian noise ``x_t = w_0 z_t + ... + w_{b-1} z_{t-b+1}``: a function of key, step and place, as `Noise`.
+
+    Nothing is kept between steps: each draws the z of b steps again.
+
+    Args:
+        key: 32 secret bytes.
+        coefficients: w_0, ..., w_{b-1}, the first above 0, as `privacy.inverse_coefficients` returns them.
+        since: the first step that the key makes.
+
+    Guarantees:
+        - x = W z, where z are the numbers that `Noise` has for the key; whoever holds a slice makes that of the slice.
+        - x is computed in float64 in a fixed order, so that a step is the same bit for bit whatever was made before.
+
+    Source: Kalinin, McKenna, Upadhyay & Lampert (2025), arXiv:2505.12128.
+    """
+
+    def correlated(self, step: int, like: Mapping[str, Tensor], places: Mapping[str, int]) -> Values:
+        found: Values = {}
+        for back, coefficient in enumerate(self.coefficients):
+            if step - back < self.since:
+                break
+            for name, z in self._drawn(step - back, like, places).items():
+                found[name] = found[name].add_(z, alpha=coefficient) if back else z.mul_(coefficient)
+        return found

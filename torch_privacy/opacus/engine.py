@@ -185,6 +185,7 @@ class PrivacyEngine(Checkpointing):
             )
         self.dataset = dataset
         self.accountant.given += further.pop("prior_releases", ())
+        assumed = further.pop("assume_independent", None)
         collate = None if loader.collate_fn is default_collate else loader.collate_fn
         settings = {
             "expected_batch_size": len(dataset) / steps,
@@ -197,7 +198,7 @@ class PrivacyEngine(Checkpointing):
         run = OpacusRun(
             given.module,
             given.optimizer,
-            Examples(dataset, collate_fn=collate, num_workers=loader.num_workers),
+            Examples(dataset, collate_fn=collate, num_workers=loader.num_workers, assume_independent=assumed),
             settings,
             steps_per_epoch=steps,
             max_grad_norm=bound,

@@ -220,7 +220,7 @@ class OpacusRun:
                 "once for every batch that the loader returned by make_private yields."
             )
         self._catcher.close()
-        n, verified = self.training.num_in_batch, self._settings.get("assume_independent") is None
+        n, verified = self.training.num_in_batch, self.examples.assume_independent is None
         with torch.enable_grad():
             losses = loss.of_examples(n, batch_first=self._batch_first, verified=verified)
             self._catcher.forget()

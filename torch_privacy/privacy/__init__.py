@@ -5,19 +5,23 @@ This folder needs numpy and scipy alone.
 """
 
 from . import tradeoff as tradeoff
-from .approximate import CLT as CLT
-from .approximate import clt as clt
-from .approximate import clt_noise as clt_noise
-from .approximate import moments as moments
-from .approximate import moments_delta as moments_delta
-from .approximate import moments_noise as moments_noise
-from .approximate import moments_of as moments_of
-from .approximate import rdp as rdp
-from .approximate import rdp_noise as rdp_noise
-from .approximate import rdp_of as rdp_of
-from .approximate import sampled_epsilon as sampled_epsilon
-from .approximate import scaled_epsilon as scaled_epsilon
-from .approximate import strong_composition as strong_composition
+from .approximate.clt import CLT as CLT
+from .approximate.clt import clt as clt
+from .approximate.clt import clt_noise as clt_noise
+from .approximate.moments import canonne_conversion as canonne_conversion
+from .approximate.moments import mironov_conversion as mironov_conversion
+from .approximate.moments import moments_delta as moments_delta
+from .approximate.moments import moments_noise as moments_noise
+from .approximate.moments import moments_of as moments_of
+from .approximate.moments import rdp as rdp
+from .approximate.moments import rdp_noise as rdp_noise
+from .approximate.strong import sampled_epsilon as sampled_epsilon
+from .approximate.strong import scaled_epsilon as scaled_epsilon
+from .approximate.strong import strong_composition as strong_composition
+from .approximate.tradeoff_clt import Functionals as Functionals
+from .approximate.tradeoff_clt import TradeOffCLT as TradeOffCLT
+from .approximate.tradeoff_clt import functionals as functionals
+from .approximate.tradeoff_clt import tradeoff_clt as tradeoff_clt
 from .bracket import Bracket as Bracket
 from .calibrate import Budget as Budget
 from .calibrate import calibrate as calibrate
@@ -29,6 +33,8 @@ from .compose import Profile as Profile
 from .compose import compose as compose
 from .correlated import Workload as Workload
 from .correlated import best_coefficients as best_coefficients
+from .correlated import inverse_coefficients as inverse_coefficients
+from .correlated import inverse_error as inverse_error
 from .correlated import mean_error as mean_error
 from .events.banded import BandedGaussian as BandedGaussian
 from .events.base import Event as Event

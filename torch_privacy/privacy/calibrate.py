@@ -8,7 +8,7 @@ from itertools import count
 from math import exp, log
 
 from ..support.validate import InvalidValue, in_range, plain_numbers, positive, strictly_between, whole
-from .approximate import clt_noise
+from .approximate.clt import clt_noise
 from .bracket import Bracket
 from .compose import compose
 from .events.base import WITHOUT_NOISE, Event

@@ -8,7 +8,8 @@ from time import perf_counter
 from typing import Any
 
 from torch_privacy import privacy
-from torch_privacy.support.validate import strictly_between
+from torch_privacy.privacy.summary import Releases, equal_steps
+from torch_privacy.support.validate import Refused, strictly_between
 
 CERTIFIED = "torch_privacy"
 MOST_STEPS_OF_PRV = 100_000  # with more steps prv-accountant takes minutes and tens of gigabytes
@@ -16,17 +17,18 @@ MOST_STEPS_OF_PRV = 100_000  # with more steps prv-accountant takes minutes and 
 
 @dataclass(frozen=True)
 class Setting:
-    """Equal Poisson-sampled Gaussian steps under add/remove one example, and the δ of interest."""
+    """Some releases, and the δ of interest."""
 
-    noise_multiplier: float
-    sampling_probability: float
-    num_steps: int
+    releases: Releases
     delta: float
 
     @property
-    def numbers(self) -> tuple[float, float, int]:
-        """All fields except delta, in the order of the accountants' arguments."""
-        return self.noise_multiplier, self.sampling_probability, self.num_steps
+    def equal_steps(self) -> tuple[float, float, int]:
+        """Noise multiplier, sampling probability and number of equal Poisson-sampled Gaussian steps."""
+        steps = equal_steps(self.releases)
+        if steps is None:
+            raise NotAsked("prices equal Poisson-sampled Gaussian steps alone")
+        return steps
 
 
 @dataclass(frozen=True)
@@ -75,17 +77,11 @@ def _certified(setting: Setting) -> Answer:
 
 
 def _profile(setting: Setting) -> privacy.Profile:
-    step = privacy.SubsampledGaussian(setting.noise_multiplier, setting.sampling_probability)
-    return privacy.compose([(step, setting.num_steps)])
-
-
-def _clt(setting: Setting) -> Answer:
-    return None, privacy.clt(*setting.numbers).epsilon(setting.delta)
+    return privacy.compose(setting.releases)
 
 
 def _dp_accounting(setting: Setting, accountant: Any) -> Answer:
-    step = privacy.SubsampledGaussian(setting.noise_multiplier, setting.sampling_probability)
-    accountant.compose(privacy.to_dp_event([(step, setting.num_steps)]))
+    accountant.compose(privacy.to_dp_event(setting.releases))
     return None, float(accountant.get_epsilon(setting.delta))
 
 
@@ -104,16 +100,16 @@ def _dp_accounting_rdp(setting: Setting) -> Answer:
 def _prv(setting: Setting) -> Answer:
     from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant
 
-    if setting.num_steps > MOST_STEPS_OF_PRV:
+    noise, probability, num_steps = setting.equal_steps
+    if num_steps > MOST_STEPS_OF_PRV:
         raise NotAsked(f"not asked above {MOST_STEPS_OF_PRV:,} steps: minutes and gigabytes")
-    step = PoissonSubsampledGaussianMechanism(setting.sampling_probability, setting.noise_multiplier)
     accountant = PRVAccountant(
-        prvs=[step],
-        max_self_compositions=[setting.num_steps],
+        prvs=[PoissonSubsampledGaussianMechanism(probability, noise)],
+        max_self_compositions=[num_steps],
         eps_error=0.05,
         delta_error=setting.delta / 1000,
     )
-    low, _, high = accountant.compute_epsilon(setting.delta, [setting.num_steps])
+    low, _, high = accountant.compute_epsilon(setting.delta, [num_steps])
     return float(low), float(high)
 
 
@@ -123,36 +119,36 @@ ACCOUNTANTS: dict[str, tuple[str, Callable[[Setting], Answer]]] = {
     "prv-accountant": ("interval", _prv),
     "dp-accounting PLD": ("upper bound", _dp_accounting_pld),
     "dp-accounting RDP": ("upper bound", _dp_accounting_rdp),
-    "RDP": ("upper bound", lambda setting: (None, privacy.rdp(*setting.numbers, setting.delta))),
-    "moments accountant": ("upper bound", lambda setting: (None, privacy.moments(*setting.numbers, setting.delta))),
+    "RDP": ("upper bound", lambda setting: (None, privacy.rdp(setting.releases, setting.delta))),
+    "moments accountant": ("upper bound", lambda setting: (None, privacy.moments_of(setting.releases, setting.delta))),
     "strong composition": (
         "upper bound",
-        lambda setting: (None, privacy.strong_composition(*setting.numbers, setting.delta)),
+        lambda setting: (None, privacy.strong_composition(*setting.equal_steps, setting.delta)),
     ),
     "strong composition 2016": (
         "not valid",
         lambda setting: (
             None,
-            privacy.strong_composition(*setting.numbers, setting.delta, amplification=privacy.scaled_epsilon),
+            privacy.strong_composition(*setting.equal_steps, setting.delta, amplification=privacy.scaled_epsilon),
         ),
     ),
-    "CLT": ("approximation", _clt),
+    "CLT": ("approximation", lambda setting: (None, privacy.clt(setting.releases).epsilon(setting.delta))),
 }
 
 
-def compare(noise_multiplier: float, sampling_probability: float, num_steps: int, delta: float) -> list[Claim]:
-    """Returns every accountant's claim, the certified bracket first.
+def compare(releases: Releases, delta: float) -> list[Claim]:
+    """Returns every accountant's claim on some releases, the certified bracket first.
 
-    An accountant that is not installed, or that fails, has no epsilon, and a note with the reason. Times are of one
-    call each, without imports.
+    An accountant that is not installed, fails, or does not know such releases has no epsilon, and a note with the
+    reason. Times are of one call each, without imports.
 
     Example:
-        >>> certified, *others = compare(0.7, 256 / 60000, 10547, 1e-5)
+        >>> certified, *others = compare([(privacy.SubsampledGaussian(0.7, 0.01), 300)], 1e-5)
         >>> [claim.accountant for claim in others if claim.against(certified) == "below the truth"]
         ['CLT']
     """
     strictly_between("compare", 0, 1, delta=delta, hint="The other accountants do not answer at 0.")
-    setting = Setting(noise_multiplier, sampling_probability, num_steps, delta)
+    setting = Setting(releases, delta)
     _certified(setting)  # raises if the setting cannot be priced, and fills caches that all share
     return [_ask(name, *ACCOUNTANTS[name], setting) for name in ACCOUNTANTS]
 
@@ -163,7 +159,7 @@ def _ask(name: str, kind: str, ask: Callable[[Setting], Answer], setting: Settin
         low, high = ask(setting)
     except ImportError:
         return Claim(name, kind, None, note=f"not installed: pip install {name.split()[0]}")
-    except NotAsked as reason:
+    except (NotAsked, Refused) as reason:
         return Claim(name, kind, None, note=str(reason))
     except Exception as error:  # any error of another library becomes the note of its claim
         return Claim(name, kind, None, note=f"failed: {' '.join(str(error).split()) or type(error).__name__}")

@@ -21,6 +21,7 @@ from .rounding import fixed
 from .tradeoff import PiecewiseLinear, metrics, of_profile
 from .tradeoff.base import rates
 
+Releases = tuple[tuple[Event, int], ...]
 PIECES, MANY = 256, 12  # of a trade-off function: thresholds, and different releases from which they are fewer
 
 
@@ -96,8 +97,16 @@ class Profile:
         return dict(zip(names, self._curves, strict=True))
 
     @cached_property
+    def _counted(self) -> Releases:
+        """Each different event once, so that equal releases in other portions share what was computed."""
+        of_events: Counter[Event] = Counter()
+        for event, count in charged(self._events):
+            of_events[event] += count
+        return tuple(of_events.items())
+
+    @cached_property
     def _curves(self) -> tuple[Curve, ...]:
-        return curves(_merged(self._events), self._method)
+        return _curves(self._counted, self._method)
 
     @plain_numbers
     def epsilon(self, delta: float) -> Bracket[float]:
@@ -108,21 +117,13 @@ class Profile:
                 loss, which is infinite for Gaussian noise.
         """
         _check_delta("Profile.epsilon", delta)
-        remove, *others = self._curves
-        answers = [remove.epsilon(delta)]
-        high = answers[0].high  # the other direction rarely has the larger ε
-        larger = [curve for curve in others if high < np.inf and not curve.surely_below(high, delta)]
-        answers += [curve.epsilon(delta) for curve in larger]
-        return _larger(answers)
+        return _epsilon(self._counted, self._method, delta)
 
     @plain_numbers
     def epsilon_high(self, delta: float) -> float:
         """Returns exactly ``epsilon(delta).high``, in about half the time."""
         _check_delta("Profile.epsilon_high", delta)
-        remove, *others = self._curves
-        high = remove.epsilon_high(delta)
-        larger = [curve for curve in others if high < np.inf and not curve.surely_below(high, delta)]
-        return max([high, *(curve.epsilon_high(delta) for curve in larger)])
+        return _epsilon_high(self._counted, self._method, delta)
 
     @plain_numbers
     def delta(self, epsilon: float) -> Bracket[float]:
@@ -139,7 +140,7 @@ class Profile:
         their maximum is known. Computed once, by `tradeoff.of_profile` from 257 values of ε; from fewer, down to 33,
         for more than 12 different releases, as each value takes time for each of them. The bounds are then wider.
         """
-        return dict(_tradeoffs(self._events, self._method))
+        return dict(_tradeoffs(self._counted, self._method))
 
     def tradeoff(self, alpha: Value, direction: str = "symmetrized") -> Bracket[Value]:
         """Returns the type II error of the best test at type I error ``alpha``: values of `tradeoffs`.
@@ -270,18 +271,41 @@ def compose(events: Iterable[tuple[Event, int]], method: str = "auto") -> Profil
             f"compose: events protect different units {units}: their epsilons do not add up. Price them separately, or "
             "price all for the same unit (privacy.for_group, or unit= of an event)."
         )
-    return _profile(tuple(events), method)
-
-
-@lru_cache(maxsize=4)  # a profile keeps its composed curves, up to some 100 MB each
-def _profile(events: tuple[tuple[Event, int], ...], method: str) -> Profile:
     return Profile(events, method)
 
 
-@lru_cache(maxsize=64)  # the curves of a profile take some seconds to compute, and some ten kilobytes to keep
-def _tradeoffs(events: tuple[tuple[Event, int], ...], method: str) -> dict[str, Bracket[PiecewiseLinear]]:
-    distinct = len({event for event, _ in events})
-    return of_profile(_profile(events, method), min(max(PIECES * MANY // max(distinct, 1), PIECES // 8), PIECES))
+@lru_cache(maxsize=4)  # up to some 100 MB each
+def _curves(releases: Releases, method: str) -> tuple[Curve, ...]:
+    """Returns the curves of releases, each different event once."""
+    counts: dict[DominatingPair | PairBounds, int] = {}
+    for event, count in releases:
+        pair = event.dominating_pair()
+        counts[pair] = counts.get(pair, 0) + count
+    return curves([(pair, count) for pair, count in counts.items() if count], method)
+
+
+@lru_cache(maxsize=1024)  # two numbers each
+def _epsilon(releases: Releases, method: str, delta: float) -> Bracket[float]:
+    remove, *others = _curves(releases, method)
+    answers = [remove.epsilon(delta)]
+    high = answers[0].high  # the other direction rarely has the larger ε
+    larger = [curve for curve in others if high < np.inf and not curve.surely_below(high, delta)]
+    answers += [curve.epsilon(delta) for curve in larger]
+    return _larger(answers)
+
+
+@lru_cache(maxsize=1024)  # a number each: a training is calibrated twice, before it has a folder and in it
+def _epsilon_high(releases: Releases, method: str, delta: float) -> float:
+    remove, *others = _curves(releases, method)
+    high = remove.epsilon_high(delta)
+    larger = [curve for curve in others if high < np.inf and not curve.surely_below(high, delta)]
+    return max([high, *(curve.epsilon_high(delta) for curve in larger)])
+
+
+@lru_cache(maxsize=64)  # the trade-off curves take some seconds to compute, and some ten kilobytes to keep
+def _tradeoffs(releases: Releases, method: str) -> dict[str, Bracket[PiecewiseLinear]]:
+    pieces = min(max(PIECES * MANY // max(len(releases), 1), PIECES // 8), PIECES)
+    return of_profile(Profile(releases, method), pieces)
 
 
 def _check_delta(where: str, delta: float) -> None:
@@ -289,18 +313,6 @@ def _check_delta(where: str, delta: float) -> None:
     non_negative(where, delta=delta)
     if delta >= 1:
         raise InvalidValue(where, "delta", delta, "must lie in [0, 1). A usual choice is 1e-5.")
-
-
-def _merged(events: Sequence[tuple[Event, int]]) -> list[tuple[DominatingPair | PairBounds, int]]:
-    """Returns each different pair once, with how often it occurs in all."""
-    of_events: Counter[Event] = Counter()
-    for event, count in charged(events):
-        of_events[event] += count
-    counts: dict[DominatingPair | PairBounds, int] = {}
-    for event, count in of_events.items():
-        pair = event.dominating_pair()
-        counts[pair] = counts.get(pair, 0) + count
-    return [(pair, count) for pair, count in counts.items() if count]
 
 
 def _larger(brackets: Sequence[Bracket[float]]) -> Bracket[float]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides the coefficients of banded noise that make the error of what an optimizer sums up least.
+"""Provides the coefficients of correlated noise that make the error of what an optimizer sums up small.
 
-An optimizer applies a linear map A to the gradients of n steps: prefix sums for SGD, with its momentum, weight decay
-and learning rates. With noise of coefficients c, of norm 1, the error of its iterates is ``A C^-1 z``, and the mean
-square over the steps is ``‖A C^-1‖² / n``, in squared standard deviations of the noise before its correlation.
+An optimizer applies a linear map A to the gradients of n steps: prefix sums for SGD, with its momentum, weight decay,
+learning rates and the average of its weights. With C the lower triangular Toeplitz matrix of the coefficients c, the
+error of its iterates is ``A C^-1 z``, and the mean square over the steps is ``‖A C^-1‖² / n``, in squared standard
+deviations of the noise before its correlation. Either C has few bands, or its inverse W has.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.signal import lfilter
 
-from ..support.validate import in_range, whole
+from ..support.validate import InvalidValue, in_range, whole
 from .bracket import Array
 
 DIGITS = 10  # of coefficients, so that every machine finds the same ones
@@ -23,43 +24,48 @@ LARGEST_DENSE = 1200  # steps up to which a learning-rate schedule is part of th
 
 @dataclass(frozen=True)
 class Workload:
-    """Says what an optimizer makes of gradients: ``v_t = m v_{t-1} + g_t`` and ``θ_t = (1 - ηλ) θ_{t-1} - η_t v_t``.
+    """Says what an optimizer makes of gradients: ``v_t = m v_{t-1} + g_t``, ``θ_t = (1 - ηλ) θ_{t-1} - η_t v_t``.
+
+    What counts is the error of ``a_t = d a_{t-1} + (1 - d) θ_t``: the weights themselves, or their moving average.
 
     Args:
         num_steps: n.
         momentum: m of SGD, in [0, 1).
         weight_decay: η λ, the share of the weights that a step takes away, in [0, 1).
         rates: the learning rate of each step, up to a factor; None for equal ones.
+        average: d of a moving average of the weights, in [0, 1).
     """
 
     num_steps: int
     momentum: float = 0.0
     weight_decay: float = 0.0
     rates: tuple[float, ...] | None = None
+    average: float = 0.0
 
     def __post_init__(self) -> None:
         whole("Workload", at_least=1, num_steps=self.num_steps)
-        for name in ("momentum", "weight_decay"):
+        for name in ("momentum", "weight_decay", "average"):
             value = getattr(self, name)
             in_range("Workload", 0, 1, **{name: value}) if value else None
 
     def response(self) -> Array:
-        """Returns (n,) what a gradient does to the weights after 0, 1, 2, ... steps, at equal rates."""
+        """Returns (n,) what a gradient does to the weights, or to their average, after 0, 1, 2, ... steps."""
         impulse = np.zeros(self.num_steps)
-        impulse[0] = 1.0
+        impulse[0] = 1 - self.average
         smoothed = _divided(impulse, [1.0, -self.momentum])
-        return _divided(smoothed, [1.0, -(1 - self.weight_decay)])
+        return _divided(_divided(smoothed, [1.0, -(1 - self.weight_decay)]), [1.0, -self.average])
 
     def matrix(self) -> Array:
-        """Returns (n, n) A, with row t the share of each gradient in the weights after step t."""
+        """Returns (n, n) A, with row t the share of each gradient in the weights, or their average, after step t."""
         n, rates = self.num_steps, np.ones(self.num_steps) if self.rates is None else np.array(self.rates)
         rates = rates / np.sqrt(np.mean(rates**2))
-        total, smoothed, rows = np.zeros(n), np.zeros(n), np.empty((n, n))
+        total, smoothed, averaged, rows = np.zeros(n), np.zeros(n), np.zeros(n), np.empty((n, n))
         for t in range(n):
             smoothed *= self.momentum
             smoothed[t] += 1.0
             total = (1 - self.weight_decay) * total + rates[t] * smoothed
-            rows[t] = total
+            averaged = self.average * averaged + (1 - self.average) * total
+            rows[t] = averaged
         return rows
 
 
@@ -84,6 +90,57 @@ def mean_error(coefficients: Sequence[float], workload: Workload) -> float:
     """
     norm = float(np.linalg.norm(coefficients))
     return norm * float(np.sqrt(_square_and_gradient(np.asarray(coefficients, float), workload)[0]))
+
+
+def inverse_error(coefficients: Sequence[float] | Array, workload: Workload) -> float:
+    """Returns what `mean_error` does for noise ``x_t = w_0 z_t + w_1 z_{t-1} + ...``, at equal learning rates."""
+    b = np.convolve(workload.response(), coefficients)[: workload.num_steps]
+    return float(np.sqrt(np.arange(workload.num_steps, 0, -1.0) @ b**2 / workload.num_steps))
+
+
+@lru_cache(maxsize=64)
+def inverse_coefficients(bands: int, workload: Workload, num_batches: int) -> tuple[float, ...]:
+    """Returns w_0, ..., w_{p-1} of the banded inverse square root of the workload, scaled to the price of its passes.
+
+    The series are the first p coefficients of ``1 / sqrt(response)``: 1, -1/2, -1/8, -1/16, ... for sums. Every example
+    takes part once in ``num_batches`` steps, so that k passes have the sensitivity of the sum of k columns of
+    ``C = W^-1``. All entries of C are at least 0, so that this is the worst case, also for gradients chosen adaptively.
+    The scale makes it at most √k after any number k of passes, as for k Gaussian releases.
+
+    Args:
+        bands: p, at least 1.
+        workload: what the optimizer sums up, at equal learning rates.
+        num_batches: of a pass over the data.
+
+    Raises:
+        ValueError: C has negative entries, or so few bands make the error larger.
+
+    Source: Kalinin, McKenna, Upadhyay & Lampert (2025), arXiv:2505.12128; Denisov et al. (2022), arXiv:2202.08312.
+
+    Example:
+        >>> [round(w / inverse_coefficients(4, Workload(8), 8)[0], 4) for w in inverse_coefficients(4, Workload(8), 8)]
+        [1.0, -0.5, -0.125, -0.0625]
+    """
+    whole("inverse_coefficients", at_least=1, bands=bands, num_batches=num_batches)
+    n = workload.num_steps
+    response = workload.response() / workload.response()[0]
+    w = np.ones(min(bands, n))
+    for k in range(1, len(w)):  # of a power -1/2 of a series
+        j = np.arange(1, k + 1)
+        w[k] = ((-0.5 * j - (k - j)) * response[1 : k + 1]) @ w[k - 1 :: -1] / k
+    passes = -(-n // num_batches)
+    c = inverse(w, passes * num_batches)
+    if c.min() < -1e-12:
+        raise InvalidValue("inverse_coefficients", "bands", bands, "must be another number: C has negative entries.")
+    total, largest = np.zeros_like(c), 0.0
+    for k in range(passes):
+        total[k * num_batches :] += c[: len(c) - k * num_batches]
+        largest = max(largest, float(np.sum(total[: (k + 1) * num_batches] ** 2)) / (k + 1))
+    w = w * np.sqrt(largest) * (1 + 1e-9)  # rounded upwards
+    if inverse_error(w, workload) > 1.01 * inverse_error((1.0,), workload):
+        few = "is too small for this momentum, weight decay and average: independent noise has a smaller error."
+        raise InvalidValue("inverse_coefficients", "bands", bands, few)
+    return (*w.tolist(), *[0.0] * (bands - len(w)))
 
 
 @lru_cache(maxsize=64)

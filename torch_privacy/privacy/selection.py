@@ -94,7 +94,7 @@ class Repeated(Event):
 
     Example:
         >>> from torch_privacy.privacy import SubsampledGaussian
-        >>> search = Repeated(((SubsampledGaussian(2.0, 0.01), 1000),), mean=10)
+        >>> search = Repeated(((SubsampledGaussian(2.0, 0.1), 10),), mean=10)
         >>> run, best = (compose(events).epsilon(1e-6).high for events in (search.releases, [(search, 1)]))
         >>> bool(run < best < 3 * run)
         True

@@ -12,7 +12,7 @@ import numpy as np
 from torch_privacy import privacy
 from torch_privacy.privacy.events.base import releases_to_json
 from torch_privacy.privacy.rounding import round_down, round_up, scientific
-from torch_privacy.support.validate import InvalidValue
+from torch_privacy.support.validate import InvalidValue, Refused
 
 FALSE_POSITIVE_RATES = (1e-2, 1e-3, 1e-4)  # at which the attacker's true positive rate is reported
 FALSE_POSITIVE_RATE = FALSE_POSITIVE_RATES[0]  # where there is room for one
@@ -35,8 +35,8 @@ class Summary:
     delta: float
     epsilon_low: float
     epsilon_high: float
-    clt_epsilon: float | None  # None unless the releases are equal steps of one subsampled Gaussian; so is mu
-    moments_epsilon: float | None  # None unless all releases are subsampled Gaussians
+    clt_epsilon: float | None  # None if the central limit theorem does not hold; so is mu
+    moments_epsilon: float | None  # None if a release has no finite moments
     mu: float | None  # mu of the central limit theorem
     attacker: dict[str, Any]  # see `attacker_as_json`
 
@@ -47,13 +47,11 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         """Returns nested plain values, as in ``results.json`` and under ``--json``; null stands for infinity."""
-        profile, steps = privacy.compose(self.releases), equal_steps(self.releases)
+        profile = privacy.compose(self.releases)
         return {
             "neighboring_relation": profile.neighboring_relation.value,
             "sampler": profile.sampler,
-            **({} if steps is None else dict(zip(("noise_multiplier", "sampling_probability"), steps, strict=False))),
-            "num_steps": sum(count for _, count in self.releases),
-            "releases": releases_to_json(self.releases),
+            **releases_as_json(self.releases),
             "delta": self.delta,
             "epsilon": {"low": _or_none(self.epsilon_low), "high": _or_none(self.epsilon_high)},
             "clt": {
@@ -77,10 +75,20 @@ def equal_releases(noise_multiplier: float, sampling_probability: float, num_ste
 
 def equal_steps(releases: Releases) -> tuple[float, float, int] | None:
     """Returns (noise multiplier, sampling probability, number) if the releases are `equal_releases`, else None."""
-    (event, count), *others = releases
-    if others or not isinstance(event, privacy.SubsampledGaussian):
+    event, count = releases[0] if len(releases) == 1 else (None, 0)
+    if not isinstance(event, privacy.SubsampledGaussian):
         return None
     return event.noise_multiplier, event.sampling_probability, count
+
+
+def releases_as_json(releases: Releases) -> dict[str, Any]:
+    """Returns releases as plain values, with noise and sampling of equal steps beside them."""
+    steps = equal_steps(releases)
+    return {
+        **({} if steps is None else dict(zip(("noise_multiplier", "sampling_probability"), steps, strict=False))),
+        "num_steps": sum(count for _, count in releases),
+        "releases": releases_to_json(releases),
+    }
 
 
 def releases_from_json(content: dict[str, Any]) -> Releases:
@@ -94,28 +102,35 @@ def compose_steps(noise_multiplier: float, sampling_probability: float, num_step
     return privacy.compose(equal_releases(noise_multiplier, sampling_probability, num_steps))
 
 
+def limit_of(releases: Releases) -> privacy.CLT | None:
+    """Returns the central-limit approximation of some releases; None if the theorem does not hold for them."""
+    try:
+        return privacy.clt(releases)
+    except Refused:
+        return None
+
+
 def summarize(releases: Releases, delta: float) -> Summary:
     """Returns every number to report about some releases, at one delta."""
-    profile, steps = privacy.compose(releases), equal_steps(releases)
+    profile, limit = privacy.compose(releases), limit_of(releases)
     epsilon = profile.epsilon(delta)
-    limit = None if steps is None else privacy.clt(*steps)
     return Summary(
         releases=releases,
         delta=delta,
         epsilon_low=float(epsilon.low),
         epsilon_high=float(epsilon.high),
         clt_epsilon=None if limit is None else float(limit.epsilon(delta)),
-        moments_epsilon=_moments(releases, delta),
+        moments_epsilon=moments_or_none(releases, delta),
         mu=None if limit is None else float(limit.mu),
         attacker=attacker_as_json(profile),
     )
 
 
-def _moments(releases: Releases, delta: float) -> float | None:
+def moments_or_none(releases: Releases, delta: float) -> float | None:
     """Returns ε by the moments accountant; None for releases that it cannot price."""
     try:
         return privacy.moments_of(releases, delta)
-    except ValueError:
+    except Refused:
         return None
 
 
@@ -137,18 +152,15 @@ def privacy_lines(summary: Summary) -> list[tuple[str, str]]:
     return [*lines, *attacker_lines(summary.attacker)]
 
 
-def delta_lines(
-    noise_multiplier: float, sampling_probability: float, num_steps: int, epsilon: float
-) -> list[tuple[str, str]]:
+def delta_lines(releases: Releases, epsilon: float) -> list[tuple[str, str]]:
     """Returns δ at an ε as lines of a table: name and value."""
-    low, high = compose_steps(noise_multiplier, sampling_probability, num_steps).delta(epsilon)
-    limit = privacy.clt(noise_multiplier, sampling_probability, num_steps).delta(epsilon)
+    (low, high), limit = privacy.compose(releases).delta(epsilon), limit_of(releases)
     bracket = f"[{scientific(low, ROUND_FLOOR)}, {scientific(high)}]; report {scientific(high)}"
-    return [
-        (f"delta at epsilon = {epsilon:g}, certified", bracket),
-        *_release_lines(equal_releases(noise_multiplier, sampling_probability, num_steps)),
-        ("delta by the central limit theorem", f"{limit:.2e}, an approximation, not a bound"),
-    ]
+    lines = [(f"delta at epsilon = {epsilon:g}, certified", bracket), *_release_lines(releases)]
+    if limit is not None:
+        shown = f"{limit.delta(epsilon):.2e}, an approximation, not a bound"
+        lines.append(("delta by the central limit theorem", shown))
+    return lines
 
 
 def _release_lines(releases: Releases) -> list[tuple[str, str]]:

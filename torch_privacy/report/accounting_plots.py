@@ -9,24 +9,25 @@ from matplotlib.figure import Figure
 from torch_privacy import privacy
 from torch_privacy.privacy.comparison import Claim
 from torch_privacy.privacy.rounding import round_down, round_up, scientific
-from torch_privacy.privacy.summary import compose_steps
+from torch_privacy.privacy.summary import Releases, compose_steps, equal_steps, limit_of, moments_or_none
 from torch_privacy.report import figures
 
 TANGENT_DELTA = 1e-5  # delta of the (epsilon, delta) drawn next to a trade-off curve
 
 
-def profile_figure(noise_multiplier: float, sampling_probability: float, num_steps: int, mark: figures.Mark) -> Figure:
-    """Draws ε at every δ: certified, and by the accountants of papers."""
-    setting = noise_multiplier, sampling_probability, num_steps
-    profile, limit = compose_steps(*setting), privacy.clt(*setting)
+def profile_figure(releases: Releases, mark: figures.Mark) -> Figure:
+    """Draws ε at every δ: certified, and by the accountants of papers that know such releases."""
+    profile, limit = privacy.compose(releases), limit_of(releases)
     delta = np.geomspace(1e-10, 1e-2, 33)
     low, high = np.array([profile.epsilon(value) for value in delta.tolist()]).T
-    curves = {
-        "certified": (delta, privacy.Bracket(low, high)),
-        "CLT: an approximation, no bound": (delta, np.array([limit.epsilon(value) for value in delta.tolist()])),
-        "moments accountant": (delta, np.array([privacy.moments(*setting, value) for value in delta.tolist()])),
-    }
-    return figures.profile_plot(curves, title=_setting(*setting), marks=[mark])
+    curves: dict[str, Any] = {"certified": (delta, privacy.Bracket(low, high))}
+    if limit is not None:
+        approximation = np.array([limit.epsilon(value) for value in delta.tolist()])
+        curves["CLT: an approximation, no bound"] = delta, approximation
+    moments = [moments_or_none(releases, value) for value in delta.tolist()]
+    if None not in moments:
+        curves["moments accountant"] = delta, np.array(moments)
+    return figures.profile_plot(curves, title=in_words(releases), marks=[mark])
 
 
 def calibration_figure(
@@ -42,9 +43,9 @@ def calibration_figure(
     return figures.noise_plot(noise, privacy.Bracket(low, high), chosen, target, title=title)
 
 
-def tradeoff_figure(noise_multiplier: float, sampling_probability: float, num_steps: int) -> Figure:
+def tradeoff_figure(releases: Releases) -> Figure:
     """Draws the trade-off function, an (ε, δ) pair tangent to it, and the largest Gaussian one below it."""
-    profile = compose_steps(noise_multiplier, sampling_probability, num_steps)
+    profile = privacy.compose(releases)
     curve = profile.tradeoffs["symmetrized"]
     gaussian, epsilon = profile.mu().high, profile.epsilon(TANGENT_DELTA).high
     curves: dict[str, Any] = {"these releases": curve}
@@ -53,7 +54,7 @@ def tradeoff_figure(noise_multiplier: float, sampling_probability: float, num_st
     if np.isfinite(epsilon):
         name = f"epsilon = {round_up(epsilon)}, delta = {TANGENT_DELTA:g}"
         curves[name] = privacy.tradeoff.EpsilonDelta(epsilon, TANGENT_DELTA)
-    return figures.tradeoff_plot(curves, title=_setting(noise_multiplier, sampling_probability, num_steps))
+    return figures.tradeoff_plot(curves, title=in_words(releases))
 
 
 def claims_figure(claims: list[Claim], title: str) -> Figure:
@@ -78,5 +79,10 @@ def delta_mark(epsilon: float, delta: privacy.Bracket[float]) -> figures.Mark:
     return figures.Mark(delta.high, epsilon, f"at most {scientific(delta.high)} at {round_down(epsilon)}")
 
 
-def _setting(noise_multiplier: float, sampling_probability: float, num_steps: int) -> str:
+def in_words(releases: Releases) -> str:
+    """Returns a heading for some releases."""
+    steps = equal_steps(releases)
+    if steps is None:
+        return f"{sum(count for _, count in releases):,} releases of {len({event for event, _ in releases})} kinds"
+    noise_multiplier, sampling_probability, num_steps = steps
     return f"{num_steps:,} steps, noise multiplier {noise_multiplier:.4g}, q = {sampling_probability:.4g}"

@@ -22,7 +22,6 @@ from torch_privacy.privacy.summary import (
     FALSE_POSITIVE_RATE,
     FALSE_POSITIVES,
     Summary,
-    equal_steps,
     releases_from_json,
     summarize,
 )
@@ -243,11 +242,12 @@ def profile_plot(profile: privacy.Profile, summary: Summary) -> str:
     low, high = np.array([profile.epsilon(float(d)) for d in DELTAS], float).T
     axes.fill_between(DELTAS, low, high, color=FIRST, alpha=0.25, linewidth=0)
     axes.plot(DELTAS, high, color=FIRST, label="certified interval")
-    steps = equal_steps(summary.releases)
-    if steps is not None:
-        approximation = [privacy.clt(*steps).epsilon(float(d)) for d in DELTAS]
+    if summary.clt_epsilon is not None:
+        limit = privacy.clt(summary.releases)
+        approximation = [limit.epsilon(float(d)) for d in DELTAS]
         axes.plot(DELTAS, approximation, color=SECOND, linestyle="--", label="CLT: approximation, not a bound")
-        moments = [privacy.moments(*steps, float(d)) for d in DELTAS]
+    if summary.moments_epsilon is not None:
+        moments = [privacy.moments_of(summary.releases, float(d)) for d in DELTAS]
         axes.plot(DELTAS, moments, color=THIRD, linestyle=":", label="moments accountant")
     axes.plot([summary.delta], [summary.epsilon_high], "o", color=FIRST)
     _scale_deltas(axes)

@@ -38,6 +38,8 @@ class Examples:
         per_owner: largest number of an owner's examples in a step, at least 1.
         owner_name: the word for an owner in every statement, such as "customer"; by default the column's name, or
             "owner".
+        assume_independent: a reason, in words, why examples do not depend on each other. No batch is rehearsed then,
+            and the privacy statement prints the reason. Use it for a forward or a loop that cannot be repeated.
 
     Raises:
         Refused: no map-style data set; an example without an owner, another number of owners, or no such column.
@@ -58,6 +60,7 @@ class Examples:
     owners: Any = field(default=None, repr=False)
     per_owner: int | None = None
     owner_name: str | None = None
+    assume_independent: str | None = None
     known_owners: Owners | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +73,8 @@ class Examples:
         whole(WHERE, views=self.views, at_least=1)
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise ValueError(f"{WHERE}: collate_fn={self.collate_fn!r} must be a function of a list of items.")
+        if self.assume_independent is not None and not str(self.assume_independent).strip():
+            raise ValueError(f"{WHERE}: assume_independent={self.assume_independent!r} must be a reason, in words.")
         canaries = self.canaries
         examples = self.dataset if canaries is None else canaries.examples
         known = owners_of(WHERE, self.owners, examples, self.per_owner, self.owner_name)

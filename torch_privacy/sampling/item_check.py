@@ -253,5 +253,5 @@ class ItemCheck:
             "example changes many gradients, and epsilon does not hold. Nothing was released. Make every item from its "
             "own entries alone (statistics from public data or released with noise; broken examples left out "
             "beforehand). If these entries are public, and just happen to be as many as the examples, append one that "
-            "is never read; or pass assume_independent= with the reason."
+            "is never read; or give the reason: tp.Examples(data, assume_independent=...)."
         )

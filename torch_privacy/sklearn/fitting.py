@@ -20,6 +20,7 @@ from .. import privacy
 from ..mechanisms.clipping import Flat
 from ..privacy.spent import Spent
 from ..privacy.summary import attacker_as_json
+from ..sampling.examples import Examples
 from ..support.validate import Refused, in_range, strictly_between, whole
 from ..training.averaging import MovingAverage
 from ..training.loop import PrivateTraining
@@ -182,7 +183,7 @@ def train(
         training = PrivateTraining(
             network,
             optimizer,
-            data,
+            Examples(data, assume_independent=estimator.assume_independent),
             expected_batch_size=plan.batch_size,
             num_steps=plan.num_steps,
             clipping=Flat(float(estimator.clip_norm)) if estimator.clipping is None else estimator.clipping,
@@ -192,7 +193,6 @@ def train(
             performance=Performance(microbatch_size=estimator.microbatch_size),
             prior_releases=(*estimator.prior_releases, *target.releases),
             run_folder=estimator.run_folder,
-            assume_independent=estimator.assume_independent,
             test_seed=estimator.test_seed,
         )
         for x, y in training:

@@ -31,6 +31,10 @@ class CountNoise:
     groups: int
     rho: float
 
+    def __post_init__(self) -> None:
+        """Rounds rho down to nine digits, so that equal shares of a budget are equal releases, with one price."""
+        object.__setattr__(self, "rho", float(f"{self.rho * (1 - 5e-9):.8e}"))
+
     @property
     def sensitivity(self) -> float:
         """Returns the L2 norm of the largest change between neighboring tables, rounded up."""

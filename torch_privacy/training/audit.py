@@ -81,12 +81,12 @@ def audit(
         >>> def train(dataset):
         ...     model = torch.nn.Linear(50, 40)
         ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ...     training = tp.PrivateTraining(model, optimizer, dataset, expected_batch_size=100, num_steps=10,
+        ...     training = tp.PrivateTraining(model, optimizer, dataset, expected_batch_size=100, num_steps=3,
         ...                                   clipping=tp.Flat(clip_norm=1.0), noise_multiplier=1.0)
         ...     for x, y in training:
         ...         training.step(torch.nn.functional.cross_entropy(model(x), y, reduction="none"))
         ...     return training
-        >>> audit = tp.audit(train, data, tp.GradientCanaries(1000))
+        >>> audit = tp.audit(train, data, tp.GradientCanaries(200))
         >>> 0 <= audit.epsilon_low(1e-5) < audit.profile.epsilon(1e-5).high
         True
 

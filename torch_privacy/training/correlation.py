@@ -30,12 +30,15 @@ class Banded:
     amplifies less: more bands need a larger noise multiplier, and correlate more. `table` shows what wins.
 
     Args:
-        bands: b, at least 1; q b is at most 1. "best" takes the power of two with the least error at the target.
+        bands: b, at least 1; q b is at most 1, but for ``inverse``. "best" takes the power of two with the least error
+            at the target.
         order: "cyclic" draws batches at random within a class. "fixed" draws nothing: an example's batch is its place
             in the data set modulo the number of batches in an epoch, which is at least ``bands`` and whole.
-        momentum, weight_decay, learning_rates: of the optimizer, for which the coefficients are best: momentum of SGD,
-            learning rate times weight decay, and the rate of each step (a function or a sequence; None for equal ones).
-            They change the accuracy, and no price.
+        inverse: True, in fixed order, for noise ``x_t = w_0 z_t + ... + w_{b-1} z_{t-b+1}``: nothing is kept between
+            steps, and each draws b numbers for a parameter.
+        momentum, weight_decay, average, learning_rates: of the optimizer, for which the coefficients are chosen:
+            momentum of SGD, learning rate times weight decay, the decay of a moving average of the weights, and the
+            rate of each step (a function or a sequence; None for equal ones). They change the accuracy, and no price.
 
     Guarantees:
         - Steps are priced as `privacy.BandedGaussian`, wherever the training stops.
@@ -60,12 +63,18 @@ class Banded:
 
     bands: int | str
     order: str = "cyclic"
+    inverse: bool = False
     momentum: float = 0.0
     weight_decay: float = 0.0
+    average: float = 0.0
     learning_rates: Sequence[float] | Callable[[int], float] | None = None
 
     def __post_init__(self) -> None:
         one_of("Banded", ("cyclic", "fixed"), order=self.order)
+        if self.inverse and self.order != "fixed":
+            raise Refused('Banded: inverse=True has a price in fixed order only. Pass order="fixed", too.')
+        if self.inverse and self.learning_rates is not None:
+            raise Refused("Banded: inverse=True counts equal learning rates only. Leave learning_rates out.")
         if self.bands != BEST:
             whole("Banded", at_least=1, bands=self.bands)  # pyright: ignore[reportArgumentType]
         self.workload(1)
@@ -82,22 +91,32 @@ class Banded:
         known = None if rates is None else tuple(float(rate) for rate in rates)[:num_steps]
         if known is not None and len(known) < num_steps:
             raise ValueError(f"Banded: learning_rates has {len(known)} rates for {num_steps} steps.")
-        return privacy.Workload(num_steps, self.momentum, self.weight_decay, known)
+        return privacy.Workload(num_steps, self.momentum, self.weight_decay, known, self.average)
 
-    def coefficients(self, num_steps: int) -> tuple[float, ...]:
-        """Returns c_0, ..., c_{b-1}, of norm 1."""
+    def coefficients(self, num_steps: int, sampling_probability: float) -> tuple[float, ...]:
+        """Returns c_0, ..., c_{b-1}, of norm 1; with ``inverse`` w_0, ..., w_{b-1}."""
         assert isinstance(self.bands, int)
-        return privacy.best_coefficients(self.bands, self.workload(num_steps))
-
-    def statement(self, num_steps: int) -> dict[str, Any]:
-        """Returns what the privacy statement says of the noise."""
-        return {"bands": self.bands, "order": self.order, "coefficients": list(self.coefficients(num_steps))}
-
-    def explain(self, num_steps: int) -> str:
-        """Returns what the noise does to the weights, beside independent noise of the same multiplier."""
         workload = self.workload(num_steps)
-        error = privacy.mean_error(self.coefficients(num_steps), workload) / privacy.mean_error((1.0,), workload)
+        if self.inverse:
+            return privacy.inverse_coefficients(self.bands, workload, self.classes(sampling_probability))
+        return privacy.best_coefficients(self.bands, workload)
+
+    def statement(self, num_steps: int, sampling_probability: float) -> dict[str, Any]:
+        """Returns what the privacy statement says of the noise."""
+        coefficients = list(self.coefficients(num_steps, sampling_probability))
+        inverse = {"inverse": True} if self.inverse else {}
+        return {"bands": self.bands, "order": self.order, **inverse, "coefficients": coefficients}
+
+    def explain(self, num_steps: int, sampling_probability: float) -> str:
+        """Returns what the noise does to the weights, beside independent noise of the same multiplier."""
+        independent = privacy.mean_error((1.0,), self.workload(num_steps))
+        error = self.error(num_steps, sampling_probability) / independent
         return f"noise of {self.bands} bands, with {error:.3f} times the error of independent noise in the weights"
+
+    def error(self, num_steps: int, sampling_probability: float) -> float:
+        """Returns the root mean square error of the weights, in units of noise multiplier times sensitivity."""
+        error = privacy.inverse_error if self.inverse else privacy.mean_error
+        return error(self.coefficients(num_steps, sampling_probability), self.workload(num_steps))
 
     def table(self, target_epsilon: float, delta: float, *, sampling_probability: float, num_steps: int) -> Table:
         """Returns noise multiplier and error of the weights for 1, 2, 4, ... bands at a target."""
@@ -109,8 +128,7 @@ class Banded:
                 target_epsilon, delta, sampling_probability=min(1.0, sampling_probability * classes),
                 num_steps=-(-num_steps // classes),
             )  # fmt: skip
-            error = noise * privacy.mean_error(one.coefficients(num_steps), one.workload(num_steps))
-            rows.append((bands, noise, error))
+            rows.append((bands, noise, noise * one.error(num_steps, sampling_probability)))
             bands *= 2
         return Table(tuple(rows))
 
@@ -212,7 +230,7 @@ def resolved(
     bands = correlation.bands
     assert isinstance(bands, int)
     most = int(1 / q * (1 + 1e-9))
-    if bands > most:
+    if bands > most and not correlation.inverse:
         raise Refused(
             f"{WHERE}: correlation={correlation!r} with expected_batch_size / n = {q:.6g}: bands times that must be at "
             f"most 1. Take at most {most} bands, or smaller batches."

@@ -70,8 +70,8 @@ class PrivateTraining(Reporting):
         model: any module; its trained parameters must be used by ops with exact rows (others are refused by name).
         optimizer: any torch optimizer over parameters of the model; those it holds that require a gradient are trained.
         dataset: map-style; one item is one example, the unit of protection. Its size is treated as public. Or
-            `Examples` of a data set, which say how it is fetched, whether examples come in several views, and whether
-            their owners are protected.
+            `Examples` of a data set, which say how it is fetched, whether examples come in several views, whether their
+            owners are protected, and whether rehearsals are left out.
         expected_batch_size: q·n, the mean size of the batches and the divisor of every step; it counts owners where
             these are protected, as n does.
         num_steps: total number of steps (releases); or give ``epochs``.
@@ -105,8 +105,6 @@ class PrivateTraining(Reporting):
             statement, metrics, model, results and report after the last step, or by `write_run`. Every release is
             written to the ledger before it is used, so that it survives ``kill -9``; it reaches the disk itself within
             about a second.
-        assume_independent: a reason, in words, why examples do not depend on each other. No batch is rehearsed then,
-            and the privacy statement prints the reason. Use it for a forward or a loop that cannot be repeated.
         callbacks: `Callback` objects that are called after every step, such as ``LoggingCallback()``: loss, share of
             clipped examples, norms (not private) and epsilon so far. They change no release.
         after_update: a function of the model, called with gradients off after every optimizer step, those of empty
@@ -199,7 +197,6 @@ class PrivateTraining(Reporting):
         prior_releases: Sequence[privacy.Release] = (),
         scheduler: LRScheduler | None = None,
         run_folder: Path | str | RunFolder | None = None,
-        assume_independent: str | None = None,
         callbacks: Sequence[Callback] = (),
         after_update: Callable[[Any], Any] | None = None,
         test_seed: int | None = None,
@@ -234,7 +231,7 @@ class PrivateTraining(Reporting):
                 performance=performance,
                 views=examples.views,
                 prior_releases=tuple(prior_releases),
-                assume_independent=assume_independent,
+                assume_independent=examples.assume_independent,
                 after_update=None if after_update is None else name_of(after_update),
                 test_seed=test_seed,
                 owners=examples.known_owners,

@@ -10,7 +10,9 @@ from difflib import get_close_matches
 from typing import Any
 
 MOVED = {  # old keyword -> where it is now
-    **dict.fromkeys(("collate_fn", "num_workers", "views", "owners", "per_owner", "owner_name"), "Examples"),
+    **dict.fromkeys(
+        ("collate_fn", "num_workers", "views", "owners", "per_owner", "owner_name", "assume_independent"), "Examples"
+    ),
     **dict.fromkeys(("microbatch_size", "memory_budget"), "Performance"),
     **dict.fromkeys(("jacobian", "perturbation", "not_for_release", "clip_schedule"), "clipping"),
 }

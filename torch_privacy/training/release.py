@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
 from .. import privacy
-from ..noise import KEY_BYTES, BandedNoise, Noise, key_from_test_seed
+from ..noise import KEY_BYTES, BandedNoise, InverseBandedNoise, Noise, key_from_test_seed
 from ..sampling.canaries import WithCanaries
 from ..sampling.owners import OwnerSampler
 from ..support.ranks import Ranks, RefusedTogether
@@ -284,7 +284,10 @@ class Releases:
 def _noise(settings: TrainingSettings, key: bytes, since: int) -> Noise:
     """Returns the noise that a key makes from a step on."""
     correlation = settings.correlation
-    return Noise(key) if correlation is None else BandedNoise(key, correlation.coefficients(settings.num_steps), since)
+    if correlation is None:
+        return Noise(key)
+    made = InverseBandedNoise if correlation.inverse else BandedNoise
+    return made(key, correlation.coefficients(settings.num_steps, settings.sampling_probability), since)
 
 
 def _cut_between(owners: np.ndarray, number: int, microbatch_size: int | None) -> list[list[int]]:

@@ -88,8 +88,11 @@ class Reporting:
 
     def explain(self) -> str:
         """Returns how the step is computed: by exact or estimated norms, in which subspace, with which noise."""
-        norms, correlation = self._setup.mechanism.explain(), self._setup.settings.correlation
-        return norms if correlation is None else f"{norms}; {correlation.explain(self._setup.settings.num_steps)}"
+        norms, plan = self._setup.mechanism.explain(), self._setup.settings
+        correlation = plan.correlation
+        if correlation is None:
+            return norms
+        return f"{norms}; {correlation.explain(plan.num_steps, plan.sampling_probability)}"
 
     def profile(self) -> privacy.Profile:
         """Returns the privacy profile of the releases so far."""

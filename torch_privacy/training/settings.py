@@ -42,7 +42,7 @@ class TrainingSettings:
     """Holds the arguments of a `PrivateTraining` that determine its releases and their price; see there for each.
 
     ``clipping`` is the rule of the first step; an adaptive rule changes later. ``noise_multiplier`` is None until it is
-    calibrated. ``views`` and ``owners`` are those of `Examples`.
+    calibrated. ``views``, ``owners`` and ``assume_independent`` are those of `Examples`.
 
     Raises:
         ValueError: a number is out of range.
@@ -82,8 +82,6 @@ class TrainingSettings:
             raise ValueError(f"{WHERE}: expected_batch_size={self.expected_batch_size!r} must be at most {n} {units}.")
         if self.delta is not None:
             check_delta(n, self.delta, self.unit)
-        if self.assume_independent is not None and not str(self.assume_independent).strip():
-            raise ValueError(f"{WHERE}: assume_independent={self.assume_independent!r} must be a reason, in words.")
         not_releases = [release for release in self.prior_releases if not isinstance(release, privacy.Release)]
         if not_releases:
             raise ValueError(
@@ -286,7 +284,7 @@ class TrainingSettings:
             "num_steps": self.num_steps,
             "views": self.views,
             "sampling": repr(self.sampling),
-            "correlation": None if self.correlation is None else list(self.correlation.coefficients(self.num_steps)),
+            "correlation": self._coefficients(),
             "noise_multiplier": self.noise_multiplier,
             **mechanism.settings(),
             **{name: _digest(factors) for name, factors in self._schedules().items()},
@@ -295,6 +293,11 @@ class TrainingSettings:
             "after_update": self.after_update,
             "parameters": {name: list(p.shape) for name, p in trained.items()},
         }
+
+    def _coefficients(self) -> list[float] | None:
+        if self.correlation is None:
+            return None
+        return list(self.correlation.coefficients(self.num_steps, self.sampling_probability))
 
     def recorded(self) -> dict[str, Any]:
         """Returns all settings by the names that run folders have had from the start."""

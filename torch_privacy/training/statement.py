@@ -178,7 +178,7 @@ class Account:
             **(
                 {}
                 if settings.correlation is None
-                else {"correlation": settings.correlation.statement(settings.num_steps)}
+                else {"correlation": settings.correlation.statement(settings.num_steps, settings.sampling_probability)}
             ),
             "noise": f"Gaussian, float64 on a grid, key from the operating system: {progress.generator}",
             "noise_factor": noise_factors(progress.num_trained, settings.largest_noise),

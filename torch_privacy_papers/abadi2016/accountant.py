@@ -17,6 +17,7 @@ import numpy as np
 
 from torch_privacy import privacy
 from torch_privacy.experiments.study import Study
+from torch_privacy.privacy.summary import equal_releases
 from torch_privacy.report import figures as plots
 from torch_privacy.runs.rows import CLT, EXACT, MOMENTS, PRIVACY_COLUMNS, Computation, Context, Numbers, TableColumn
 from torch_privacy_papers.abadi2016.levels import LEVELS, Level
@@ -72,8 +73,8 @@ def epsilons(epochs: float, context: Context) -> Numbers:
     return {
         STRONG: privacy.strong_composition(*setting, DELTA, amplification=privacy.scaled_epsilon),
         STRONG_VALID: privacy.strong_composition(*setting, DELTA),
-        MOMENTS: privacy.moments(*setting, DELTA),
-        CLT: privacy.clt(*setting).epsilon(DELTA),
+        MOMENTS: privacy.moments_of(equal_releases(*setting), DELTA),
+        CLT: privacy.clt(equal_releases(*setting)).epsilon(DELTA),
         EXACT: privacy.compose([(event, num_steps)]).epsilon(DELTA),
     }
 

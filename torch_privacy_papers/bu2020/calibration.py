@@ -17,7 +17,7 @@ import numpy as np
 
 from torch_privacy import privacy
 from torch_privacy.experiments.study import Study
-from torch_privacy.privacy.summary import compose_steps
+from torch_privacy.privacy.summary import compose_steps, equal_releases
 from torch_privacy.report import figures as plots
 from torch_privacy.runs.rows import MU, Computation, Context, Numbers, TableColumn
 from torch_privacy_papers.bu2020.table1 import DELTA, PROBABILITY
@@ -51,14 +51,14 @@ def rows(quick: bool) -> Sequence[Computation]:
 def smaller_noise(noise_multiplier: float, epochs: int, context: Context) -> Numbers:
     """Returns the noise multipliers that reach the moments accountant's epsilon by CLT and by exact accounting."""
     num_steps = round(epochs / PROBABILITY)
-    target = privacy.moments(noise_multiplier, PROBABILITY, num_steps, DELTA)
+    target = privacy.moments_of(equal_releases(noise_multiplier, PROBABILITY, num_steps), DELTA)
     by_clt = privacy.clt_noise(target, DELTA, PROBABILITY, num_steps)
     profile = compose_steps(by_clt, PROBABILITY, num_steps)
     return {
         TARGET: target,
         NOISE_CLT: by_clt,
         NOISE_EXACT: privacy.calibrate(target, DELTA, sampling_probability=PROBABILITY, num_steps=num_steps),
-        MU: privacy.clt(by_clt, PROBABILITY, num_steps).mu,
+        MU: privacy.clt(equal_releases(by_clt, PROBABILITY, num_steps)).mu,
         TRUTH_CLT: profile.epsilon(DELTA),
         TRUTH_DELTA: profile.delta(target),
     }
@@ -72,8 +72,12 @@ def figures(results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]
         grid = np.linspace(1, epochs, 12 if results["quick"] else 40)
         steps = [round(e / PROBABILITY) for e in grid]
         curves: dict[str, Any] = {
-            f"{noise:g}, moments accountant": [privacy.moments(noise, PROBABILITY, t, DELTA) for t in steps],
-            f"{smaller:.3g}, CLT (no bound)": [privacy.clt(smaller, PROBABILITY, t).epsilon(DELTA) for t in steps],
+            f"{noise:g}, moments accountant": [
+                privacy.moments_of(equal_releases(noise, PROBABILITY, t), DELTA) for t in steps
+            ],
+            f"{smaller:.3g}, CLT (no bound)": [
+                privacy.clt(equal_releases(smaller, PROBABILITY, t)).epsilon(DELTA) for t in steps
+            ],
             f"{smaller:.3g}, certified": [compose_steps(smaller, PROBABILITY, t).epsilon_high(DELTA) for t in steps],
             f"{noise:g}, certified": [compose_steps(noise, PROBABILITY, t).epsilon_high(DELTA) for t in steps],
         }

@@ -20,6 +20,7 @@ import numpy as np
 
 from torch_privacy import privacy
 from torch_privacy.experiments.study import Study
+from torch_privacy.privacy.summary import equal_releases
 from torch_privacy.report import figures as plots
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.rows import (
@@ -102,8 +103,8 @@ def score_at(budget: float, noise: float, scores: Sequence[float]) -> float | No
 
 
 ACCOUNTANTS: Mapping[str, Callable[[float, int], float]] = {  # (noise multiplier, steps) -> epsilon
-    "moments": lambda noise, steps: privacy.moments(noise, PROBABILITY, steps, DELTA),
-    "CLT": lambda noise, steps: privacy.clt(noise, PROBABILITY, steps).epsilon(DELTA),
+    "moments": lambda noise, steps: privacy.moments_of(equal_releases(noise, PROBABILITY, steps), DELTA),
+    "CLT": lambda noise, steps: privacy.clt(equal_releases(noise, PROBABILITY, steps)).epsilon(DELTA),
     "certified": lambda noise, steps: privacy.compose(
         [(privacy.SubsampledGaussian(noise, PROBABILITY), steps)]
     ).epsilon_high(DELTA),

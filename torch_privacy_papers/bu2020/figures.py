@@ -18,7 +18,7 @@ import numpy as np
 from torch_privacy import privacy
 from torch_privacy.experiments.study import Study
 from torch_privacy.privacy import Bracket, tradeoff
-from torch_privacy.privacy.summary import compose_steps
+from torch_privacy.privacy.summary import compose_steps, equal_releases
 from torch_privacy.report import figures as plots
 from torch_privacy.runs.rows import CLT, EXACT, MOMENTS, MU, PRIVACY_COLUMNS, Computation, Context, Numbers, TableColumn
 from torch_privacy_papers.bu2020.table1 import DELTA, PROBABILITY, TABLE, PrintedSetting
@@ -58,7 +58,11 @@ def rows(quick: bool) -> Sequence[Computation]:
 def errors_of(line: PrintedSetting, context: Context) -> Numbers:
     """Returns the epsilons of a line of Table 1, and the smallest sum of errors by each accountant."""
     setting = line.noise_multiplier, PROBABILITY, line.num_steps
-    limit, moments, profile = privacy.clt(*setting), privacy.moments(*setting, DELTA), compose_steps(*setting)
+    limit, moments, profile = (
+        privacy.clt(equal_releases(*setting)),
+        privacy.moments_of(equal_releases(*setting), DELTA),
+        compose_steps(*setting),
+    )
     advantage = profile.advantage()
     return {
         MU: limit.mu,
@@ -79,7 +83,7 @@ def least_sum(curve: tradeoff.TradeOff) -> float:
 def early() -> tuple[privacy.Profile, tradeoff.Gaussian]:
     """Returns one epoch of the second line, with more sampling to reach the mu of all epochs, and its limit."""
     setting = 1.1, sqrt(60) * PROBABILITY, ONE_EPOCH
-    return compose_steps(*setting), tradeoff.Gaussian(privacy.clt(*setting).mu)
+    return compose_steps(*setting), tradeoff.Gaussian(privacy.clt(equal_releases(*setting)).mu)
 
 
 def distance_from_limit(context: Context) -> Numbers:
@@ -123,9 +127,11 @@ def _curves(x: np.ndarray, settings: Sequence[tuple[float, int, float]]) -> dict
     return {
         "certified": (x, Bracket(low, high)),
         "CLT: an approximation, no bound": (
-            x, np.array([privacy.clt(s, PROBABILITY, t).epsilon(d) for s, t, d in settings]),
+            x, np.array([privacy.clt(equal_releases(s, PROBABILITY, t)).epsilon(d) for s, t, d in settings]),
         ),
-        "moments accountant": (x, np.array([privacy.moments(s, PROBABILITY, t, d) for s, t, d in settings])),
+        "moments accountant": (
+            x, np.array([privacy.moments_of(equal_releases(s, PROBABILITY, t), d) for s, t, d in settings]),
+        ),
     }  # fmt: skip
 
 
@@ -134,15 +140,16 @@ def _figure_3() -> dict[str, plots.Figure]:
     at_one, at_all = {}, {}
     for line in TABLE:
         setting = line.noise_multiplier, PROBABILITY, line.num_steps
+        steps = equal_releases(*setting)
         known = {
             "certified": compose_steps(*setting).tradeoffs["symmetrized"],
-            "CLT": tradeoff.Gaussian(privacy.clt(*setting).mu),
+            "CLT": tradeoff.Gaussian(privacy.clt(steps).mu),
         }
         name = f"{line.name}: accuracy {100 * line.accuracy:.1f} %"
-        epsilon = privacy.moments(*setting, DELTA)
+        epsilon = privacy.moments_of(steps, DELTA)
         at_one[name] = {**known, f"moments, delta = {DELTA:g}": tradeoff.EpsilonDelta(epsilon, DELTA)}
         at_all[name] = {**known, "moments, all pairs": _highest([
-            tradeoff.EpsilonDelta(privacy.moments(*setting, float(d)), float(d)) for d in np.geomspace(1e-12, 0.5, 60)
+            tradeoff.EpsilonDelta(privacy.moments_of(steps, float(d)), float(d)) for d in np.geomspace(1e-12, 0.5, 60)
         ])}  # fmt: skip
     return {
         "figure-3-one-delta": plots.tradeoff_panels(at_one, title="One pair (epsilon, delta) against the whole curve"),

@@ -60,6 +60,7 @@ def test_a_schedule_is_priced_step_by_step():
     assert clipping["clip_schedule"]["last"] == CLIPS[-1]
 
 
+@pytest.mark.thorough
 def test_a_target_is_met_by_the_whole_schedule_of_estimates():
     training = training_of(
         tp.Sketched(32, clip_norm=0.5), noise_schedule=NOISES, noise_multiplier=None, target_epsilon=2.0

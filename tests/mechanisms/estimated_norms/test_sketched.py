@@ -12,6 +12,7 @@ from parts import Calls, losses_of, own_batches, trained
 from scipy import stats
 from torch import nn
 from torch.utils.data import TensorDataset
+from trainings import private_training
 
 import torch_privacy as tp
 from torch_privacy.mechanisms.base import PRICED_ROUNDING
@@ -224,7 +225,7 @@ def training_of(model, setting=None, optimizer=torch.optim.SGD, **settings):
     settings = {"expected_batch_size": 8, "num_steps": 4, "noise_multiplier": 1.0} | settings
     dataset = settings.pop("dataset", data())
     setting = setting or sketched(16)
-    return tp.PrivateTraining(model, optimizer(model.parameters(), lr=0.1), dataset, clipping=setting, **settings)
+    return private_training(model, optimizer(model.parameters(), lr=0.1), dataset, clipping=setting, **settings)
 
 
 def train(training, losses=lambda model, x, y: losses_of(model, x), steps=None):
@@ -280,7 +281,7 @@ class Counts(nn.Module):
 
 
 def test_forwards_that_do_not_repeat_are_projected_by_a_double_vjp():
-    training = training_of(Counts(), assume_independent="it counts its calls alone")
+    training = training_of(Counts(), examples={"assume_independent": "it counts its calls alone"})
     train(training)
     assert "double vjp" in training.explain().partition(";")[0]
     assert "does not match its random projections" in training.explain()
@@ -629,7 +630,9 @@ def test_prefetched_tangents_change_nothing(monkeypatch):
     prefetch = ForwardCall.prefetch_tangents
     monkeypatch.setattr(ForwardCall, "prefetch_tangents", lambda *args: prefetched.append(prefetch(*args)))
     torch.manual_seed(4)
-    reference = train(training_of(copy.deepcopy(initial), sketched(17), test_seed=5, assume_independent="test"))
+    reference = train(
+        training_of(copy.deepcopy(initial), sketched(17), test_seed=5, examples={"assume_independent": "test"})
+    )
     assert len(prefetched) == 9  # three groups in all steps except the first
     monkeypatch.setattr(Projector, "prefetches", False)
     torch.manual_seed(4)

@@ -252,7 +252,7 @@ def test_examples_that_depend_on_each_other_under_random_numbers_are_refused(nam
     assert_refused(*COUPLED[name]())
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("late", [0.0, 0.3], ids=["independent", "coupled from step 4 on"])
 def test_later_rehearsals_are_short_where_the_data_decide_how_many_numbers_are_drawn(late):
     model, examples, collate, losses = packed()

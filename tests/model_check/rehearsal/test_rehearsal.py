@@ -1120,7 +1120,7 @@ def test_rehearsals_leave_the_trained_model_bit_for_bit(name, settings):
     states = []
     for reason in (None, "test"):
         torch.manual_seed(0)
-        states.append(trained_state(INDEPENDENT[name](), assume_independent=reason, **SETTINGS[settings]))
+        states.append(trained_state(INDEPENDENT[name](), examples={"assume_independent": reason}, **SETTINGS[settings]))
     assert_same(*states)
     assert states[0][1]
 
@@ -1208,7 +1208,7 @@ def test_the_random_numbers_of_a_batch_do_not_depend_on_the_users_seed():
     assert drawn[0][2] != drawn[1][2]
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["dropout", "counts of calls", "layers left out"])
 def test_rehearsals_are_less_than_a_fifth_of_the_turns_over_300_steps(name):
     program = INDEPENDENT[name]()
@@ -1240,7 +1240,7 @@ def test_a_refused_program_can_be_corrected_and_trained():
 
 def test_a_reason_instead_of_rehearsals_is_in_the_statement():
     program = Program(linear(lambda m, x: m.f(x * x.detach().mean())), points())
-    training = program.training(assume_independent="tested elsewhere")
+    training = program.training(examples={"assume_independent": "tested elsewhere"})
     program.run(training)
     assert training.step_count == 6
     assert "tested elsewhere" in repr(training.statement())
@@ -1282,7 +1282,7 @@ def test_examples_that_can_be_neither_replaced_nor_left_out_are_refused():
     program = Program(SumsOfFlat(), examples, lambda model, b: model(b).square().sum(1), flat, "nothing can be shown")
     assert_refused(program)
     program.running = None
-    free = program.training(assume_independent="values are summed within an example alone")
+    free = program.training(examples={"assume_independent": "values are summed within an example alone"})
     program.run(free)
     assert free.step_count == 6
 

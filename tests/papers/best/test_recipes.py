@@ -103,6 +103,7 @@ def test_whitening_decorrelates_what_it_was_made_for(monkeypatch):
     best._of_noise.cache_clear()
 
 
+@pytest.mark.thorough
 def test_whitened_features_are_mixed_channels_of_the_same_length():
     images = torch.rand(3, 2, 28, 28)  # two colors
     seen = best.scattered(images).view(3, 2, 81, 49)

@@ -2,6 +2,7 @@
 import pytest
 
 from torch_privacy import privacy
+from torch_privacy.privacy.summary import equal_releases
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import Metrics
 from torch_privacy.runs.rows import Context
@@ -27,9 +28,9 @@ def test_score_at_a_budget_is_that_of_the_last_epoch_within_it(noise, accountant
     def epsilon(epochs: int) -> float:
         steps = round(epochs / PROBABILITY)
         if accountant == "moments":
-            return privacy.moments(noise, PROBABILITY, steps, DELTA)
+            return privacy.moments_of(equal_releases(noise, PROBABILITY, steps), DELTA)
         if accountant == "CLT":
-            return privacy.clt(noise, PROBABILITY, steps).epsilon(DELTA)
+            return privacy.clt(equal_releases(noise, PROBABILITY, steps)).epsilon(DELTA)
         return privacy.compose([(privacy.SubsampledGaussian(noise, PROBABILITY), steps)]).epsilon_high(DELTA)
 
     assert epsilon(epochs) <= 4 < epsilon(epochs + 1)

@@ -33,6 +33,7 @@ def test_errors_add_up_to_the_paper_s_and_to_the_smallest_sum():
     assert low <= high
 
 
+@pytest.mark.thorough
 def test_one_epoch_is_near_its_limit():
     numbers = gdp_figures.distance_from_limit(CONTEXT)
     assert numbers[MU] == pytest.approx(0.57, abs=0.005)

@@ -50,7 +50,7 @@ JL_TABLE = {  # projections -> remove and add for each setting
 }
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("projections", JL_TABLE)
 def test_jl_table_of_the_notes(projections):
     for (noise, q, steps), expected in zip(SETTINGS.values(), JL_TABLE[projections], strict=True):

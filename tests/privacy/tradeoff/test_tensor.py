@@ -94,6 +94,7 @@ def test_tensor_of_discrete_distributions_is_exact_and_associative(seeds):
         np.testing.assert_allclose(bracket.high(ALPHA), exact(ALPHA), atol=1e-13)
 
 
+@pytest.mark.thorough
 @given(SIMPLE, SIMPLE, SIMPLE)
 def test_tensor_associates(f, g, h):
     left, right = tensor(f, g, pieces=128), tensor(g, h, pieces=128)
@@ -197,6 +198,7 @@ def test_curve_of_a_composition_lies_within_the_brackets_of_its_profile():
         assert high.delta(certified.high) <= delta * (1 + 1e-6)
 
 
+@pytest.mark.thorough
 def test_directions_are_inverse_and_above_the_symmetrized_curve():
     curves = of_profile(privacy.compose([(privacy.SubsampledGaussian(0.8, 0.02), 500)]))
     remove, add, both = curves["remove"], curves["add"], curves["symmetrized"]

@@ -244,7 +244,7 @@ def not_repeating(what: str) -> str:
         "Model or loop keep a state of their own (a counter of batches, a running value outside of the model), or draw "
         "random numbers from a generator of their own. Use training.step_count in place of a counter, and the global "
         "generators of torch, numpy or Python, which are set for every batch; or state why examples do not depend on "
-        "each other: assume_independent='...', which the privacy statement prints."
+        "each other: Examples(data, assume_independent='...'), which the privacy statement prints."
     )
 
 

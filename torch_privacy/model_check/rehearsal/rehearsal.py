@@ -325,7 +325,8 @@ class Rehearsal:
                 "rehearsal: no examples fit in the places of others, and the forward draws random numbers that cannot "
                 "be replaced, even in eval mode, so nothing can be shown about the examples' independence. Draw them "
                 "by functions of torch, or by those of the modules numpy.random and random; or turn them off in eval "
-                "mode, let collate_fn give batches of equal shapes, or pass assume_independent='reason'."
+                "mode, let collate_fn give batches of equal shapes, or pass Examples(data, "
+                "assume_independent='reason')."
             )
         self._memory.notes.add(
             "Parts of the batch were not compared, because the forward draws random numbers that cannot be replaced: "

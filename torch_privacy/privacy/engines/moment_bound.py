@@ -14,6 +14,7 @@ import numpy as np
 from ..bracket import Array, Bracket, ordered
 from ..pairs.gaussian import LARGEST_SHIFT, SubsampledGaussianPair
 from .curve import Curve
+from .log_moments import log_moments
 from .tilt import tilt_entropy
 
 TINY = 1e-20  # at larger δ the engines are narrower
@@ -38,7 +39,7 @@ class BoundedByMoments(Curve):
         orders = ORDERS / min(max(pair.shift for pair, _ in self._steps), LARGEST_SHIFT)
         total = np.zeros(len(orders))
         for pair, count in self._steps:
-            alpha = log_moments_of_gaussian(pair.shift, pair.probability, orders)
+            alpha = log_moments(pair, orders)
             total += count * (alpha * (1 + RELATIVE) + ABSOLUTE)
         return orders, total + tilt_entropy(orders)
 
@@ -64,28 +65,3 @@ class BoundedByMoments(Curve):
 
     def surely_below(self, epsilon: float, delta: float) -> bool:
         return self._engine.surely_below(epsilon, delta) or (0 < delta < TINY and self._epsilon(delta) <= epsilon)
-
-
-def log_moments_of_gaussian(shift: float, probability: float, orders: Array) -> Array:
-    """Returns α(λ) by the trapezoid rule, which converges geometrically: branch points lie σπ off the axis.
-
-    On a line θσ off the axis the integrand is at most about e^(λ θ² / 8) times that on the axis, so with steps of h the
-    relative error is about e^(-8 π² σ² / (λ h²)), here e^-79.
-    """
-    if shift > LARGEST_SHIFT:  # beyond floating point; without sampling α is larger, so it is still a bound
-        return orders * (orders + 1) / 2 * shift**2
-    step = min(0.1, 1 / (4 * shift), 1.0 / (shift * math.sqrt(orders.max())))
-    x = np.arange(-12 - shift * orders.max(), 12 + shift * (orders.max() + 1), step)
-    log_q = -(x**2) / 2 + np.log(step / np.sqrt(2 * np.pi))
-    with np.errstate(divide="ignore"):  # log 0 = -∞ is right for q = 1
-        log_unsampled = np.log1p(-probability)
-    loss = np.logaddexp(log_unsampled, np.log(probability) + shift * x - shift**2 / 2)
-    add = [_log_sum(log_q - order * loss) for order in orders]
-    remove = [_log_sum(log_q + (order + 1) * loss) for order in orders]
-    return np.maximum(add, remove)
-
-
-def _log_sum(exponents: Array) -> float:
-    """Returns ``log Σ e^exponents``."""
-    largest = exponents.max()
-    return float(largest + np.log(np.exp(exponents - largest).sum()))

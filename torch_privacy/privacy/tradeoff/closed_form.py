@@ -41,7 +41,7 @@ class Gaussian(TradeOff):
 
     def delta(self, epsilon: float | Array) -> float | Array:
         a, b = self.mu / 2 - epsilon / self.mu, -self.mu / 2 - epsilon / self.mu
-        return ndtr(a) - np.exp(epsilon + log_ndtr(b))
+        return ndtr(a) - np.exp(np.minimum(epsilon + log_ndtr(b), 0.0))  # above 0 by rounding only
 
     def inverse(self) -> "Gaussian":
         return self
