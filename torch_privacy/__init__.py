@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from .privacy.search import Found as Found
     from .privacy.search import search_privately as search_privately
     from .report.model_card import model_card as model_card
+    from .runs.verify import Verification as Verification
+    from .runs.verify import verify as verify
     from .sampling.canaries import GradientCanaries as GradientCanaries
     from .sampling.examples import Examples as Examples
     from .sampling.fingerprint import matches_fingerprint as matches_fingerprint
@@ -90,6 +92,7 @@ _HOME = {
     "StepLog": "training.callbacks",
     "TensorBoardCallback": "training.monitors",
     "Truncated": "training.sampling",
+    "Verification": "runs.verify",
     "at_most": "sampling.owners",
     "audit": "training.audit",
     "audit_scores": "privacy.audit",
@@ -102,6 +105,7 @@ _HOME = {
     "record": "jacobian",
     "save_secret": "training.secret_file",
     "search_privately": "privacy.search",
+    "verify": "runs.verify",
 }
 __all__ = sorted([*_HOME, "privacy"])  # pyright: ignore[reportUnsupportedDunderAll]
 

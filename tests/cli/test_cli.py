@@ -165,8 +165,11 @@ def test_epsilon_json_has_every_number(capsys):
     assert shown["clt"]["epsilon"] == privacy.clt(equal_releases(1.1, 0.01, 100)).epsilon(1e-6)
     assert "not a bound" in shown["clt"]["note"]
     assert shown["moments_accountant"]["epsilon"] == privacy.moments_of(equal_releases(1.1, 0.01, 100), 1e-6)
-    power = PROFILE.true_positive_rate(0.01)
-    assert shown["attacker"]["true_positive_rate"] == {"low": power.low, "high": power.high}
+    for found, rate in zip(shown["attacker"]["true_positive_rates"], (0.01, 0.001, 0.0001), strict=True):
+        power = PROFILE.true_positive_rate(rate)
+        assert found == {"false_positive_rate": rate, "low": power.low, "high": power.high}
+    assert shown["attacker"]["mu"]["high"] == PROFILE.mu().high
+    assert shown["attacker"]["mu"]["regret"]["high"] == PROFILE.regret().high
 
 
 @pytest.mark.thorough
@@ -210,8 +213,10 @@ def test_tradeoff_agrees_with_the_profile(capsys):
 def test_tradeoff_prints_a_line_per_rate_and_what_follows_from_the_curve(capsys):
     assert run(["tradeoff", *EVENTS]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 1 + 6 + 1 + 2
-    assert f"at most {round_up(100 * PROFILE.advantage().high, 1)} %" in shown[-2]
+    assert len(shown) == 1 + 6 + 1 + 3
+    assert f"at most {round_up(100 * PROFILE.advantage().high, 1)} %" in shown[-3]
+    assert f"report {round_up(PROFILE.mu().high)}" in shown[-2]
+    assert f"at most {round_up(PROFILE.regret().high, 4)}" in shown[-1]
 
 
 def test_tradeoff_names_the_smallest_gaussian_below_the_curve(capsys):

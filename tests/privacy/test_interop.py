@@ -2,6 +2,7 @@
 import builtins
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,3 +195,8 @@ def test_schema_refuses_what_is_no_statement():
         break_it(broken)
         assert violation in violations(privacy.statement_schema(), broken)
     assert violations(privacy.statement_schema(), {**said, "private": False}) == ["$: required"]  # no warning
+
+
+def test_the_published_schema_is_the_one_in_the_package():
+    published = Path(__file__).parents[2] / "docs/statement.schema.json"
+    assert json.loads(published.read_text()) == privacy.statement_schema()

@@ -27,6 +27,27 @@ def test_statement_and_spent_say_what_was_released():
     assert not any(training.state_dict()[key] in str(statement) for key in ("noise_key", "sampler_key"))
 
 
+def test_spent_and_statement_have_the_attacker_the_unit_and_what_is_public():
+    training = training_of(delta=1e-3)
+    train(training, 3)
+    spent, statement, planned = training.spent(), training.statement(), tp.privacy.compose([(training.event, 6)])
+    assert spent.mu == planned.mu()  # of all planned steps: the stop may depend on what was released
+    assert spent.regret == planned.regret()
+    assert spent.relation == "zero out one example"
+    assert (spent.unit, list(spent.treated_as_public)) == (statement["unit"], statement["treated_as_public"])
+    assert list(spent.not_covered) == statement["not_covered"]
+    assert statement["attacker"]["mu"]["high"] == spent.mu.high
+    for rate in statement["attacker"]["true_positive_rates"]:
+        assert (rate["low"], rate["high"]) == spent.true_positive_rate(rate["false_positive_rate"])
+    assert statement["releases_priced"] == [{"event": tp.privacy.event_to_dict(training.event), "count": 6}]
+    shown = spent.in_full()
+    for text in (str(spent), "zero out one example", *spent.treated_as_public, *spent.not_covered):
+        assert text in shown
+    training.declare_stop("a time limit")
+    assert training.spent().mu == training.profile().mu()
+    assert "releases_priced" not in training.statement()
+
+
 def noise_made(noise_multiplier):
     """Returns the statement of a step without any gradient, and the standard deviation of its noise."""
     training = training_of(num_steps=1, noise_multiplier=noise_multiplier)

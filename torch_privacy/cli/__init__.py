@@ -8,7 +8,7 @@ from io import TextIOWrapper
 import typer
 from typer.exceptions import TyperException
 
-from torch_privacy.cli import accounting, audit, explain, predict, report, reproduce, schema, search, train
+from torch_privacy.cli import accounting, audit, explain, predict, report, reproduce, schema, search, train, verify
 from torch_privacy.cli._options import option_names
 from torch_privacy.cli._shared import app, say
 from torch_privacy.cli.processes import ALONE, TOGETHER, Processes, is_first, lost_rank, num_launched
@@ -16,6 +16,7 @@ from torch_privacy.support.validate import InvalidValue
 
 __all__ = [
     "accounting", "audit", "explain", "main", "predict", "report", "reproduce", "run", "schema", "search", "train",
+    "verify",
 ]  # fmt: skip
 
 USER_MISTAKE = 2
@@ -41,7 +42,8 @@ def _complain(message: str) -> int:
 def run(arguments: list[str]) -> int:
     """Runs one command line and returns its exit code.
 
-    The code is 0, 1 if ``explain`` found a problem, 2 after a user's mistake, and 130 or 143 after an interruption.
+    The code is 0, 1 if ``explain`` or ``verify`` found a problem, 2 after a user's mistake, and 130 or 143 after an
+    interruption.
 
     Of several processes that torchrun started, rank 0 runs the command. The others share its trainings, say nothing
     unless rank 0 cannot, and return its code.

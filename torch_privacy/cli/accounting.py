@@ -163,14 +163,14 @@ def tradeoff(
     """Print the best possible attack: the rate of missed members at each false positive rate."""
     from torch_privacy import privacy
     from torch_privacy.cli.tables import tradeoff_view
-    from torch_privacy.privacy.summary import attacker_as_json, attacker_lines, releases_as_json, tradeoff_points
+    from torch_privacy.privacy.summary import attacker_as_json, curve_lines, releases_as_json, tradeoff_points
 
     described = planned.described("tradeoff")
     profile = privacy.compose(described.releases)
     points = tradeoff_points(profile, alpha or [0.001, 0.01, 0.05, 0.1, 0.2, 0.5])
     attacker = attacker_as_json(profile)
     output.draw(lambda plots: plots.tradeoff_figure(described.releases))
-    shown = tradeoff_view(points, [*attacker_lines(attacker), *described.lines])
+    shown = tradeoff_view(points, [*curve_lines(attacker), *described.lines])
     content = {**described.about, **releases_as_json(described.releases), "tradeoff": points, **attacker}
     output.show(content, shown)
 

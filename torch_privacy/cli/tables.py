@@ -18,6 +18,7 @@ from torch_privacy.runs.table import MISSING, headings, lines, summary, title, w
 if TYPE_CHECKING:
     from torch_privacy.privacy.comparison import Claim
     from torch_privacy.privacy.persons import Persons
+    from torch_privacy.runs.verify import Verification
 
 
 def lines_table(lines: Iterable[tuple[str, str]]) -> Table:
@@ -44,6 +45,26 @@ def tradeoff_table(points: Iterable[dict[str, float]]) -> Table:
 def tradeoff_view(points: Iterable[dict[str, float]], lines: Iterable[tuple[str, str]]) -> Group:
     """Returns the table of rates, followed by lines about the whole curve."""
     return Group(tradeoff_table(points), Text(), lines_table(lines))
+
+
+VERDICTS = {"differs": "bold red", "agrees": "", "cannot be checked": "dim"}  # the order of the sections, their style
+
+
+def verification_view(verification: Verification) -> Group:
+    """Returns the findings as tables: first what is false, last what cannot be checked."""
+    shown: list[Text | Table] = []
+    for verdict, style in VERDICTS.items():
+        found = [finding for finding in verification.findings if finding.verdict.value == verdict]
+        if not found:
+            continue
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), style=style)
+        table.add_column(width=0)
+        table.add_column(ratio=4)
+        table.add_column(ratio=5, overflow="fold")
+        for finding in found:
+            table.add_row(Text(), Text(finding.subject), Text(finding.detail))
+        shown += [Text(f"{verdict}: {len(found)}", style="bold"), table, Text()]
+    return Group(*shown, Text(str(verification), style="bold red" if verification.is_false else "bold"))
 
 
 def claims_table(claims: Sequence[Claim]) -> Table:

@@ -25,9 +25,10 @@ from torch_privacy.experiments.search import TRIED, Candidate, trained
 from torch_privacy.experiments.task import ACCURACY, Settings, Task, check_numbers, check_settings, number_of_steps
 from torch_privacy.noise import Noise
 from torch_privacy.privacy.search import search_privately
+from torch_privacy.privacy.spent import CHOICE_OF_SETTINGS
+from torch_privacy.privacy.summary import attacker_as_json
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.support import validate as _check
-from torch_privacy.training.statement import CHOICE_OF_SETTINGS
 
 HELD_OUT = 0.1  # share of the private training data on which runs are ranked
 CALIBRATIONS = 10  # halvings of the range of one run's epsilon
@@ -184,6 +185,7 @@ class PrivateSearch:
         return statement | {
             "target_epsilon": self._target,
             "epsilon": results["epsilon"],
+            "attacker": attacker_as_json(privacy.compose([(self.event, 1)])),
             "releases": [{"event": privacy.event_to_dict(self.event), "count": 1}],
             "treated_as_public": [*statement["treated_as_public"], "the candidates of the search"],
             "not_covered": [item for item in statement["not_covered"] if item != CHOICE_OF_SETTINGS],

@@ -170,6 +170,26 @@ class Profile:
         low, high = self.tradeoffs["symmetrized"]
         return Bracket(metrics.mu(high, floor).low, metrics.mu(low, floor).high)
 
+    @plain_numbers
+    def regret(self, floor: float = 1e-6) -> Bracket[float]:
+        """Returns how well ``mu().high`` fits: the distance Δ between the symmetrized trade-off function f and G_μ.
+
+        Where Δ is 0, μ says all that f says; with 0.01 the best tests make up to one percentage point more of each of
+        the two errors than μ says.
+
+        Args:
+            floor: as for `mu`. Errors below it, which μ ignores, count here: ``high`` is never below it.
+
+        Guarantees:
+            - ``f(α + Δ) - Δ <= G_μ(α)`` and ``G_μ(α + Δ) - Δ <= f(α)`` for all α, with Δ = ``high``: so *every* test
+              has a true positive rate of at most ``1 - G_μ(α + Δ) + Δ``, also one with errors below ``floor``.
+
+        Source: see `tradeoff.regret`.
+        """
+        low, high = self.tradeoffs["symmetrized"]
+        stated = self.mu(floor).high
+        return Bracket(metrics.regret(low, stated).low, max(metrics.regret(high, stated).high, floor))
+
     def advantage(self) -> Bracket[float]:
         """Returns the largest true positive rate minus false positive rate of any membership test: ``δ(0)``."""
         return self.delta(0.0)

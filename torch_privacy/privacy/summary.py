@@ -14,7 +14,9 @@ from torch_privacy.privacy.events.base import releases_to_json
 from torch_privacy.privacy.rounding import round_down, round_up, scientific
 from torch_privacy.support.validate import InvalidValue, Refused
 
-FALSE_POSITIVE_RATE = 0.01  # at which the attacker's true positive rate is reported
+FALSE_POSITIVE_RATES = (1e-2, 1e-3, 1e-4)  # at which the attacker's true positive rate is reported
+FALSE_POSITIVE_RATE = FALSE_POSITIVE_RATES[0]  # where there is room for one
+FLOOR = 1e-6  # of the errors at which mu holds
 FALSE_POSITIVES = f"{100 * FALSE_POSITIVE_RATE:g} %"
 
 Releases = Sequence[tuple[privacy.Event, int]]  # events, and how often each
@@ -25,8 +27,8 @@ class Summary:
     """The certified interval of some releases, and the ε of other accountants for comparison.
 
     Guarantees:
-        - ``epsilon_high`` is never below the true epsilon at ``delta``, ``true_positive_rate_high`` never below the
-          true positive rate of the best attacker; ``clt_epsilon`` is an approximation without any guarantee.
+        - ``epsilon_high`` is never below the true epsilon at ``delta``, no ``high`` of ``attacker`` below what the best
+          attacker reaches; ``clt_epsilon`` is an approximation without any guarantee.
     """
 
     releases: Releases
@@ -36,8 +38,12 @@ class Summary:
     clt_epsilon: float | None  # None if the central limit theorem does not hold; so is mu
     moments_epsilon: float | None  # None if a release has no finite moments
     mu: float | None  # mu of the central limit theorem
-    true_positive_rate_low: float  # at FALSE_POSITIVE_RATE
-    true_positive_rate_high: float
+    attacker: dict[str, Any]  # see `attacker_as_json`
+
+    @property
+    def true_positive_rate_high(self) -> float:
+        """Returns the largest true positive rate at FALSE_POSITIVE_RATE."""
+        return self.attacker["true_positive_rates"][0]["high"]
 
     def as_json(self) -> dict[str, Any]:
         """Returns nested plain values, as in ``results.json`` and under ``--json``; null stands for infinity."""
@@ -54,10 +60,7 @@ class Summary:
                 "note": "an approximation, not a bound",
             },
             "moments_accountant": {"epsilon": _or_none(self.moments_epsilon), "note": "a bound, looser than needed"},
-            "attacker": {
-                "false_positive_rate": FALSE_POSITIVE_RATE,
-                "true_positive_rate": {"low": self.true_positive_rate_low, "high": self.true_positive_rate_high},
-            },
+            "attacker": self.attacker,
         }
 
 
@@ -111,7 +114,6 @@ def summarize(releases: Releases, delta: float) -> Summary:
     """Returns every number to report about some releases, at one delta."""
     profile, limit = privacy.compose(releases), limit_of(releases)
     epsilon = profile.epsilon(delta)
-    power = profile.true_positive_rate(FALSE_POSITIVE_RATE)
     return Summary(
         releases=releases,
         delta=delta,
@@ -120,8 +122,7 @@ def summarize(releases: Releases, delta: float) -> Summary:
         clt_epsilon=None if limit is None else float(limit.epsilon(delta)),
         moments_epsilon=moments_or_none(releases, delta),
         mu=None if limit is None else float(limit.mu),
-        true_positive_rate_low=float(power.low),
-        true_positive_rate_high=float(power.high),
+        attacker=attacker_as_json(profile),
     )
 
 
@@ -136,7 +137,6 @@ def moments_or_none(releases: Releases, delta: float) -> float | None:
 def privacy_lines(summary: Summary) -> list[tuple[str, str]]:
     """Returns the summary as lines of a table: name and value."""
     low, high = round_down(summary.epsilon_low), round_up(summary.epsilon_high)
-    power = round_up(100 * summary.true_positive_rate_high, 1)
     lines = [
         (f"epsilon at delta = {summary.delta:g}, certified", f"[{low}, {high}]; report {high}"),
         *_release_lines(summary.releases),
@@ -149,7 +149,7 @@ def privacy_lines(summary: Summary) -> list[tuple[str, str]]:
         ]
     if summary.moments_epsilon is not None:
         lines.append(("epsilon by the moments accountant", f"{round_up(summary.moments_epsilon)}, a looser bound"))
-    return [*lines, (f"true positives at {FALSE_POSITIVES} false positives", f"at most {power} %, for any attacker")]
+    return [*lines, *attacker_lines(summary.attacker)]
 
 
 def delta_lines(releases: Releases, epsilon: float) -> list[tuple[str, str]]:
@@ -179,21 +179,54 @@ def _release_lines(releases: Releases) -> list[tuple[str, str]]:
 
 
 def attacker_as_json(profile: privacy.Profile) -> dict[str, Any]:
-    """Returns certified intervals of the largest advantage and of μ, as plain values."""
-    mu = profile.mu()
+    """Returns certified intervals of what the best attacker reaches, and of μ with its regret, as plain values."""
+    mu = profile.mu(FLOOR)
     return {
-        "advantage": profile.advantage()._asdict(),
-        "mu": {"low": _or_none(mu.low), "high": _or_none(mu.high), "errors_at_least": 1e-6},
+        "advantage": _clipped(profile.advantage()),
+        "mu": {
+            "low": _or_none(mu.low),
+            "high": _or_none(mu.high),
+            "errors_at_least": FLOOR,
+            "regret": _clipped(profile.regret(FLOOR)),
+        },
+        "true_positive_rates": [
+            {"false_positive_rate": rate, **_clipped(profile.true_positive_rate(rate))} for rate in FALSE_POSITIVE_RATES
+        ],
     }
+
+
+def _clipped(rate: privacy.Bracket[float]) -> dict[str, float]:
+    """Returns the bracket of a rate as plain values in [0, 1]."""
+    return {side: min(max(float(value), 0.0), 1.0) for side, value in rate._asdict().items()}
 
 
 def attacker_lines(attacker: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns `attacker_as_json` as lines of a table."""
-    mu, advantage = attacker["mu"]["high"], attacker["advantage"]["high"]
-    return [
-        ("true minus false positives, at any rate", f"at most {round_up(100 * advantage, 1)} %"),
-        ("Gaussian mechanism that is no more private", "none" if mu is None else f"mu = {round_up(mu)}"),
+    caught = [
+        (
+            f"true positives at {100 * rate['false_positive_rate']:g} % false positives",
+            f"at most {percent(rate['high'])}, for any attacker",
+        )
+        for rate in attacker["true_positive_rates"]
     ]
+    return [*caught, *curve_lines(attacker)]
+
+
+def curve_lines(attacker: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns what `attacker_as_json` says of the whole curve as lines of a table."""
+    mu, high = attacker["mu"], attacker["mu"]["high"]
+    floor = f"{mu['errors_at_least']:g}".replace("e-0", "e-")
+    bracket = "none" if high is None else f"[{round_down(mu['low'])}, {round_up(high)}]; report {round_up(high)}"
+    return [
+        ("true minus false positives, at any rate", f"at most {percent(attacker['advantage']['high'])}"),
+        (f"mu (errors of {floor} or more), certified", bracket),
+        ("distance to the curve of mu (regret)", f"at most {round_up(mu['regret']['high'], 4)}, in error rates"),
+    ]
+
+
+def percent(share: float) -> str:
+    """Returns a share as a percentage, rounded up to a tenth of a percent, or to three digits where it is small."""
+    return f"{round_up(100 * share, 1 if share >= 0.01 else 3)} %"
 
 
 def tradeoff_points(profile: privacy.Profile, alphas: Sequence[float]) -> list[dict[str, float]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torch_privacy.privacy.rounding import round_up
-from torch_privacy.privacy.summary import privacy_lines
+from torch_privacy.privacy.summary import attacker_lines, privacy_lines
 from torch_privacy.report import words
 from torch_privacy.report.training_plots import Training
 from torch_privacy.runs.folder import RunFolder
@@ -125,6 +125,7 @@ def _guarantee(run: Training) -> list[str]:
         ("noise", statement["noise"]),
         ("clipping", words.rule_in_words(statement["clipping"])),
         *privacy_lines(summary)[1:4],
+        *attacker_lines(summary.attacker),
     ]
     ended = words.how_it_ended(run)
     return [lead, *([_text(ended)] if ended else []), _table(("", ""), rows)]
@@ -161,6 +162,8 @@ def _verification(run: Training) -> list[str]:
         'stated = json.loads(Path("privacy.json").read_text())\n'
         'releases = [(privacy.event_from_dict(r["event"]), r["count"]) for r in stated["releases"]]\n'
         f"print(privacy.compose(releases).epsilon({run.summary.delta!r}))\n```",
+        "With `ledger.jsonl` beside it, `torch-privacy verify .` compares both, and computes all numbers again by two "
+        "engines.",
     ]
     if words.counts_planned_steps(run):
         parts.append("It is that of the steps made; the bound above counts all planned steps.")

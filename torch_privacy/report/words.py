@@ -7,11 +7,12 @@ import json
 import math
 
 from torch_privacy.privacy.rounding import round_up
+from torch_privacy.privacy.summary import percent
 from torch_privacy.report import html
 from torch_privacy.report.training_plots import Training
 from torch_privacy.support.units import ONE_EXAMPLE, plural
 
-RATES = (0.001, 0.01, 0.05, 0.1, 0.5)  # of false alarms
+RATES = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.5)  # of false alarms
 LOSSES_ARE_EXACT = (
     "These are exact means over the training data. Epsilon does not cover them: do not publish this plot or "
     "metrics.csv if the data must stay private."
@@ -78,7 +79,7 @@ def conclusion(run: Training) -> list[str]:
 def recognized(run: Training, rate: float) -> str:
     """Returns the largest share of those who were used that any method recognizes, as text."""
     share = 100 * min(1.0, float(run.profile.true_positive_rate(rate).high))
-    return "up to all" if share >= MEANINGLESS else f"at most {round_up(share, 1)} %"
+    return "up to all" if share >= MEANINGLESS else f"at most {percent(share / 100)}"
 
 
 def not_protected(run: Training) -> str:

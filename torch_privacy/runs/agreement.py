@@ -23,21 +23,21 @@ def check_ledger(folder: RunFolder, statement: dict[str, Any], priced: Releases,
     if not folder.ledger.exists() and folder.ledger.name not in digests:
         return
     try:
-        made = _counted(privacy.Ledger.read(folder.ledger).events)
+        made = counted(privacy.Ledger.read(folder.ledger).events)
     except OSError as error:
         raise ValueError(f"{folder.ledger}: cannot be read ({error.strerror}).") from None
-    stated = _counted(releases_from_json(statement)) if statement["releases"] else Counter()
+    stated = counted(releases_from_json(statement)) if statement["releases"] else Counter()
     if stated != made:
         raise ValueError(
             f"{folder.privacy}: states {stated.total()} releases, not the {made.total()} in {folder.ledger}. {CHANGED}"
         )
-    if lacking := made - _counted(priced):
+    if lacking := made - counted(priced):
         raise ValueError(
             f"{folder.results}: prices {lacking.total()} releases less than {folder.ledger} has. {CHANGED}"
         )
 
 
-def _counted(releases: Releases) -> Counter[str]:
+def counted(releases: Releases) -> Counter[str]:
     """Returns how often each release was made, by its description."""
     counts: Counter[str] = Counter()
     for event, count in releases:

@@ -2,7 +2,6 @@
 """Provides the run folder: the files of a training run, and the secret checkpoint for resuming it."""
 
 import csv
-import hashlib
 import io
 import json
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from torch_privacy.runs.lock import FolderLock
 from torch_privacy.runs.metrics import Metrics
 from torch_privacy.runs.reading import NO_DIGESTS as NO_DIGESTS
 from torch_privacy.runs.reading import Digests as Digests
-from torch_privacy.runs.reading import FolderReader, digest_of
+from torch_privacy.runs.reading import FolderReader, digest_of, sha256
 from torch_privacy.support.write_file import OWN, PARTIAL, PUBLIC, partial_of, write_whole
 
 PATHS = tuple(schemas.PATHS["properties"])
@@ -115,7 +114,7 @@ class RunFolder(FolderReader):
 
     def write_checked(self, path: Path, content: dict[str, Any], *files: Path) -> None:
         """Writes one of the folder's JSON files with a digest of itself and of these other files, all closed."""
-        digests = {file.name: _sha256(file) for file in files}
+        digests = {file.name: sha256(file) for file in files}
         whole = {"format": schemas.RESULTS_FORMAT, **content, **({"files": digests} if files else {})}
         self.write_json(path, {**whole, "check": digest_of(whole)}, OWN)
 
@@ -168,8 +167,3 @@ def published(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: Path(value).name if name in PATHS and value is not None else value for name, value in settings.items()
     }
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,7 +16,7 @@ from torch_privacy.privacy.interop import statement_schema
 from torch_privacy.privacy.summary import releases_from_json
 from torch_privacy.runs import checkpoint, schemas
 from torch_privacy.runs.metrics import Metrics
-from torch_privacy.support.read_file import LARGEST_JSON, parse_json, read_bytes
+from torch_privacy.support.read_file import LARGEST_JSON, opened, parse_json, read_bytes
 from torch_privacy.support.schema import Schema, violation
 
 LARGEST_METRICS = 2**25  # bytes
@@ -194,6 +194,15 @@ class FolderReader:
 def digest_of(content: dict[str, Any]) -> str:
     """Returns the SHA-256 of JSON values, whatever their layout in a file."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file's content; a ``ValueError`` with the reason if it is no regular file."""
+    digest = hashlib.sha256()
+    with opened(path) as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _read(path: Path, at_most: int, digests: Digests) -> bytes:

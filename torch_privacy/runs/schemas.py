@@ -99,6 +99,21 @@ REQUEST = record(  # the settings of an experiment
 COUPLED = record(  # releases that may leak; see training/rehearsals.py
     {name: {"type": "integer", "minimum": 0} for name in ("first", "last", "found")}, closed=True
 )
+ATTACKER = record(
+    {
+        "false_positive_rate": NUMBER,  # this and the next: of earlier files, without the others
+        "true_positive_rate": RATES,
+        "advantage": RATES,
+        "mu": record({**BOUNDS["properties"], "errors_at_least": NUMBER, "regret": RATES}, closed=True),
+        "true_positive_rates": {
+            "type": "array",
+            "maxItems": 100,
+            "items": record({"false_positive_rate": NUMBER, **RATES["properties"]}, closed=True),
+        },
+    },
+    optional=("false_positive_rate", "true_positive_rate", "advantage", "mu", "true_positive_rates"),
+    closed=True,
+)
 PRIVACY = record(
     {
         "neighboring_relation": {"enum": ["add_or_remove_one", "replace_one", "replace_special"]},
@@ -111,7 +126,7 @@ PRIVACY = record(
         "epsilon": BOUNDS,
         "clt": record({"epsilon": OPTIONAL_NUMBER, "mu": OPTIONAL_NUMBER, "note": TEXT}, closed=True),
         "moments_accountant": record({"epsilon": OPTIONAL_NUMBER, "note": TEXT}, closed=True),
-        "attacker": record({"false_positive_rate": NUMBER, "true_positive_rate": RATES}, closed=True),
+        "attacker": ATTACKER,
     },
     optional=("noise_multiplier", "sampling_probability"),
     closed=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from .. import privacy
 from ..mechanisms.clipping import Flat
 from ..privacy.spent import Spent
+from ..privacy.summary import attacker_as_json
 from ..sampling.examples import Examples
 from ..support.validate import Refused, in_range, strictly_between, whole
 from ..training.averaging import MovingAverage
@@ -220,12 +221,15 @@ def _of_all(fit: Fit, spent: Spent, statement: dict[str, Any], warning: str | No
         text = f"{profile.statement(spent.delta)} for {len(fit.earlier) + 1} fits"
         warning = warning or next((past.warning for past in fit.earlier if past.warning), None)
         text = text if warning is None else f"{warning}: {text}"
-        spent = Spent(epsilon, spent.delta, text, epsilon, is_public=warning is not None)
+        spent = replace(
+            spent, epsilon=epsilon, text=text, planned=epsilon, is_public=warning is not None, profile=profile
+        )
         events = [{"event": privacy.event_to_dict(event), "count": count} for event, count in releases]
         of_all = {"low": epsilon.low, "high": epsilon.high}
         statement |= {"epsilon": of_all, "releases": events, "fits": len(fit.earlier) + 1}
+        statement["attacker"] = attacker_as_json(profile)
     elif warning is not None and not spent.text.startswith(warning):
-        spent = Spent(spent.epsilon, spent.delta, f"{warning}: {spent.text}", spent.planned, is_public=True)
+        spent = replace(spent, text=f"{warning}: {spent.text}", is_public=True)
     if warning is not None:
         statement |= {"private": False, "warning": warning}
     return spent, statement

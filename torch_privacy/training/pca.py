@@ -225,7 +225,8 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         profile = privacy.compose([(self.release_.event, 1)])
         warning = f"{self.release_.warning}: " if self.release_.warning else ""
         epsilon = profile.epsilon(delta)
-        return Spent(epsilon, delta, warning + profile.statement(delta), planned=epsilon, is_public=bool(warning))
+        text = warning + profile.statement(delta)
+        return Spent(epsilon, delta, text, planned=epsilon, is_public=bool(warning), profile=profile)
 
     def _ranks(self) -> Ranks:
         """Returns the ranks that make this release; refuses several that do not know of each other."""

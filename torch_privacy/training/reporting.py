@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -68,7 +69,8 @@ class Reporting:
             raise ValueError(
                 "PrivateTraining.spent: no delta was given. Pass delta, below 1/n, here or to PrivateTraining."
             )
-        return self._setup.account.spent(self._progress(), delta, examples_per_person)
+        found = self._setup.account.spent(self._progress(), self._setup.mechanism, delta, examples_per_person)
+        return replace(found, not_covered=(*found.not_covered, *self._files_not_covered()))
 
     def declare_stop(self, reason: str) -> None:
         """Declares that training stops for a reason that is independent of the data, such as a time limit.
@@ -111,12 +113,16 @@ class Reporting:
         batch and its ``step``.
         """
         statement = self._setup.account.statement(self._progress(), self._setup.mechanism)
-        statement["not_covered"] += unreleased(self._setup.given, self._state.tensors.trained)
-        if self._resuming.files is not None:
-            statement["not_covered"].append(LOSSES_NOT_COVERED)
-            if self._resuming.files.folder is not None and self._runs.pending is None:
-                statement["data"] = self._resuming.files.data(self._setup.batches.dataset)
+        statement["not_covered"] += self._files_not_covered()
+        files = self._resuming.files
+        if files is not None and files.folder is not None and self._runs.pending is None:
+            statement["data"] = files.data(self._setup.batches.dataset)
         return statement
+
+    def _files_not_covered(self) -> list[str]:
+        """Returns what epsilon does not cover in the files of the model and of the run."""
+        losses = [] if self._resuming.files is None else [LOSSES_NOT_COVERED]
+        return [*unreleased(self._setup.given, self._state.tensors.trained), *losses]
 
     def write_run(
         self,

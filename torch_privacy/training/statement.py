@@ -15,7 +15,8 @@ import torch
 from .. import privacy
 from ..mechanisms.base import Mechanism, noise_factors, summary_of
 from ..privacy.events.base import releases_to_json
-from ..privacy.spent import AUDIT, NOT_FOR_RELEASE, NOT_PRIVATE, Spent
+from ..privacy.spent import ALWAYS_PUBLIC, AUDIT, NEVER_COVERED, NOT_FOR_RELEASE, NOT_PRIVATE, Spent
+from ..privacy.summary import attacker_as_json
 from ..support.validate import Refused
 from ..support.version import __version__
 from .schedule import Plan
@@ -25,8 +26,6 @@ MOVED = (
     "NOT PRIVATE (the trained weights were changed other than by the training's own steps, {}; if that used no private "
     "data, take the statement before it)"
 )
-
-CHOICE_OF_SETTINGS = "the choice of hyper-parameters by looking at this data"
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,9 @@ class Account:
     def _planned_releases(self, progress: TrainingProgress) -> list[tuple[privacy.Event, int]]:
         return Plan([*self._ledger.events, *self._plan.between(progress.steps_made, self.steps_allowed)]).releases
 
-    def spent(self, progress: TrainingProgress, delta: float, group_size: int | None = None) -> Spent:
+    def spent(
+        self, progress: TrainingProgress, mechanism: Mechanism, delta: float, group_size: int | None = None
+    ) -> Spent:
         """Returns the privacy spent by the releases so far, and by all that are planned.
 
         With a group size it is that of a person with at most that number of examples.
@@ -138,12 +139,17 @@ class Account:
             text if warning is None else f"{warning}: {text}",
             epsilon if made == steps else planned.epsilon(delta),
             is_public=warning is not None and warning != AUDIT,
+            profile=profile if self._is_over(progress) else planned,
+            unit=self._unit()["unit"] if group_size is None else f"one {planned.unit}",
+            treated_as_public=self._public(mechanism),
+            not_covered=self._not_covered(progress),
         )
 
     def statement(self, progress: TrainingProgress, mechanism: Mechanism) -> dict[str, Any]:
         """Returns everything that determines the guarantee, as plain data."""
         settings, warning = self._settings, self.warning(progress)
-        budget = settings.budget
+        budget, covering = settings.budget, self._covering(progress)
+        made, priced = releases_to_json(self._ledger.events), releases_to_json(covering.events)
         return {
             "format": 2,
             "date": progress.date,
@@ -179,23 +185,14 @@ class Account:
             "target_epsilon": settings.target_epsilon,
             "budget": None if budget is None else {"epsilon": budget.epsilon, "delta": budget.delta},
             "delta": settings.delta,
-            "epsilon": self._as_json(self._covering(progress)),
+            "epsilon": self._as_json(covering),
             "epsilon_of_steps_made": self._as_json(self.profile()),
-            "releases": releases_to_json(self._ledger.events),
-            "treated_as_public": [
-                "num_examples" if settings.owners is None else "num_owners",
-                "model architecture",
-                "hyper-parameters",
-                "number of steps",
-                *mechanism.treated_as_public,
-            ],
-            "not_covered": [
-                "losses, accuracies and counts computed on the training data and shown or logged without noise",
-                *_logs(progress.callbacks),
-                CHOICE_OF_SETTINGS,
-                "the test data, on which accuracy is measured",
-                *progress.not_covered,
-            ],
+            "attacker": attacker_as_json(covering),
+            "releases": made,
+            **({} if priced == made else {"releases_priced": priced}),
+            **({"prior_releases": releases_to_json(settings.prior_events)} if settings.prior_releases else {}),
+            "treated_as_public": [*self._public(mechanism)],
+            "not_covered": [*self._not_covered(progress)],
             "versions": {
                 "torch_privacy": __version__,
                 "torch": torch.__version__,
@@ -203,6 +200,15 @@ class Account:
                 "python": platform.python_version(),
             },
         }
+
+    def _public(self, mechanism: Mechanism) -> tuple[str, ...]:
+        size = "num_examples" if self._settings.owners is None else "num_owners"
+        return (size, *ALWAYS_PUBLIC, *mechanism.treated_as_public)
+
+    @staticmethod
+    def _not_covered(progress: TrainingProgress) -> tuple[str, ...]:
+        statistics, *others = NEVER_COVERED
+        return (statistics, *_logs(progress.callbacks), *others, *progress.not_covered)
 
     def _unit(self) -> dict[str, Any]:
         """Returns what is protected and how many there are. With owners the number of examples is not public."""

@@ -25,6 +25,7 @@ from .metrics import advantage as advantage
 from .metrics import bayes_accuracy as bayes_accuracy
 from .metrics import mu as mu
 from .metrics import posterior as posterior
+from .metrics import regret as regret
 from .metrics import true_positive_rate as true_positive_rate
 from .piecewise_linear import PiecewiseLinear as PiecewiseLinear
 from .piecewise_linear import double_conjugate as double_conjugate

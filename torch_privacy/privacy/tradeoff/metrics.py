@@ -4,10 +4,10 @@
 import numpy as np
 from scipy.special import ndtri
 
-from ...support.validate import strictly_between
+from ...support.validate import non_negative, strictly_between
 from ..bracket import Array, Bracket
 from .base import TradeOff
-from .closed_form import Gaussian
+from .closed_form import IDENTITY, Gaussian
 from .tensor import enclosed
 
 
@@ -100,3 +100,39 @@ def _mu_where_alpha_is_smaller(f: TradeOff, floor: float) -> float:
         return np.inf
     alpha = np.concatenate([[floor], alpha[(alpha > floor) & (alpha < fixed)], [fixed]])
     return max(float((-ndtri(alpha) - ndtri(np.maximum(np.asarray(f(alpha)), 0))).max()), 0.0)
+
+
+def regret(f: TradeOff, mu: float) -> Bracket[float]:
+    """Returns how far f lies above G_μ: the smallest Δ >= 0 with ``f(α + Δ) - Δ <= G_μ(α)`` for all α.
+
+    Where ``G_μ <= f``, this is what is lost by stating μ in place of f: the best tests make at most Δ more of each of
+    the two errors than G_μ says. By duality ``Δ = sup_ε (δ_μ(ε) - δ(ε)) / (1 + e^ε)`` over all real ε, with δ_μ the
+    profile of G_μ.
+
+    Args:
+        f: trade-off function.
+        mu: μ, 0 or above; with ∞ G_μ is 0.
+
+    Returns:
+        (low, high), for piecewise linear f exact up to 1e-14: as G_μ is convex, the supremum is at a piece's slope.
+
+    Source: Gomez et al. (2025), arXiv:2503.10945; Kaissis et al. (2024), arXiv:2406.08918, for Δ.
+
+    Example:
+        >>> from torch_privacy.privacy.tradeoff import Laplace
+        >>> round(regret(Laplace(1.0), mu(Laplace(1.0)).high).high, 3)
+        0.019
+    """
+    if mu != np.inf:
+        non_negative("tradeoff.regret", mu=mu)
+    low, high = enclosed(f, pieces=2048)
+    return Bracket(_regret(low, mu), _regret(high, mu))
+
+
+def _regret(f: TradeOff, mu: float) -> float:
+    assert f.corners is not None
+    alpha, beta = f.corners
+    losses = np.log(-np.diff(beta)) - np.log(np.diff(alpha))
+    gaussian = 1.0 if np.isinf(mu) else (Gaussian(mu) if mu else IDENTITY).delta(losses)
+    with np.errstate(over="ignore"):
+        return max(float(((gaussian - np.asarray(f.delta(losses))) / (1 + np.exp(losses))).max()), 0.0)
