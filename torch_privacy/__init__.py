@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from .runs.verify import Verification as Verification
     from .runs.verify import verify as verify
     from .sampling.canaries import GradientCanaries as GradientCanaries
+    from .sampling.caps import at_most as at_most
     from .sampling.examples import Examples as Examples
     from .sampling.fingerprint import matches_fingerprint as matches_fingerprint
-    from .sampling.owners import at_most as at_most
     from .support.validate import Refused as Refused
     from .training.audit import audit as audit
     from .training.averaging import MovingAverage as MovingAverage
@@ -93,7 +93,7 @@ _HOME = {
     "TensorBoardCallback": "training.monitors",
     "Truncated": "training.sampling",
     "Verification": "runs.verify",
-    "at_most": "sampling.owners",
+    "at_most": "sampling.caps",
     "audit": "training.audit",
     "audit_scores": "privacy.audit",
     "check": "model_check",

@@ -36,6 +36,9 @@ class Examples:
             gradients is one row, which is clipped once. ``delta`` must be below one over the number of owners, which is
             treated as public. An example joins with a probability that depends on the number of its owner's examples.
         per_owner: largest number of an owner's examples in a step, at least 1.
+        public_owners: True if it is public who owns each example (its content need not be). Then an example may have
+            several owners, in a list, such as sender and recipients, with ``per_owner=1``: each owner keeps at most one
+            example, and the others are in no step. ``expected_batch_size`` counts the examples that stay.
         owner_name: the word for an owner in every statement, such as "customer"; by default the column's name, or
             "owner".
         assume_independent: a reason, in words, why examples do not depend on each other. No batch is rehearsed then,
@@ -61,6 +64,7 @@ class Examples:
     per_owner: int | None = None
     owner_name: str | None = None
     assume_independent: str | None = None
+    public_owners: bool = False
     known_owners: Owners | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -77,7 +81,7 @@ class Examples:
             raise ValueError(f"{WHERE}: assume_independent={self.assume_independent!r} must be a reason, in words.")
         canaries = self.canaries
         examples = self.dataset if canaries is None else canaries.examples
-        known = owners_of(WHERE, self.owners, examples, self.per_owner, self.owner_name)
+        known = owners_of(WHERE, self.owners, examples, self.per_owner, self.owner_name, public=self.public_owners)
         if known is not None and canaries is not None:
             known = known.with_more(canaries.num_canaries)
         object.__setattr__(self, "known_owners", known)

@@ -4,21 +4,17 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import numbers
-import secrets
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset
 
 from ..support.units import check_unit, unit_of_column, with_at_most
 from ..support.validate import Refused, plain_number, whole
-from .datasets import check_map_style
+from .co_owners import check_public, kept_of_each, owners_of_each, plain_id
 from .samplers import Sampler
 
 OWNER = "owner"  # the usual word for who has several examples
@@ -34,12 +30,15 @@ class Owners:
         count: number of owners.
         per_owner: k, at least 1.
         name: the word for an owner, such as "customer".
+        left_out: number of examples that are in no step, because examples have several owners; their number is -1.
+            None if every example has one owner.
     """
 
     numbers: np.ndarray
     count: int
     per_owner: int
     name: str = OWNER
+    left_out: int | None = None
 
     def __repr__(self) -> str:
         return f"Owners({self.count} of {self.name!r}, per_owner={self.per_owner})"
@@ -64,18 +63,18 @@ class Owners:
 
     @cached_property
     def examples(self) -> np.ndarray:
-        """Returns all examples (n,), those of one owner together and in their order."""
-        return np.argsort(self.numbers, kind="stable")
+        """Returns all examples that are in steps, those of one owner together and in their order."""
+        return np.argsort(self.numbers, kind="stable")[self.left_out or 0 :]
 
     @cached_property
     def starts(self) -> np.ndarray:
         """Returns (count + 1,) where each owner's examples begin in `examples`."""
-        return np.append(0, np.cumsum(np.bincount(self.numbers, minlength=self.count)))
+        return np.append(0, np.cumsum(np.bincount(self.numbers + 1, minlength=self.count + 1)[1:]))
 
     def with_more(self, count: int) -> Owners:
         """Returns the owners of ``count`` more examples, each of which has an owner of its own."""
         more = self.count + np.arange(count)
-        return Owners(np.append(self.numbers, more), self.count + count, self.per_owner, self.name)
+        return replace(self, numbers=np.append(self.numbers, more), count=self.count + count)
 
     def chosen(self, owners: np.ndarray, seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns up to ``per_owner`` examples of each of these owners, and the position of each example's owner.
@@ -149,20 +148,23 @@ def owners_of(
     name: str | None = None,
     *,
     num_examples: int | None = None,
+    public: bool = False,
 ) -> Owners | None:
     """Returns the owners of a data set's examples; None if there are none.
 
     Args:
         where: the function that was called, for messages.
         owners: (n,) one id for each example: integers, texts or other hashable values, in a list, array, tensor or
-            series; or the name of the data set's column that has them.
+            series; or the name of the data set's column that has them. With ``public`` several for an example.
         dataset: the data set.
         per_owner: see `Owners`.
         name: the word for an owner; by default the column's name, or "owner".
         num_examples: n, if it is not the length of the data set.
+        public: True if it is public who owns each example.
 
     Raises:
-        Refused: an example without an owner, with several of them, another number of ids, or no such column.
+        Refused: an example without an owner, another number of ids, or no such column; several owners of an example
+            that are not public, or with ``per_owner`` above 1.
         ValueError: ``per_owner`` without ``owners``, or below 1.
     """
     if owners is None:
@@ -184,12 +186,24 @@ def owners_of(
     if name is None:
         name = OWNER if column is None else unit_of_column(column)
     check_unit(where, owner_name=name)
-    ids, n = _ids(where, owners), len(dataset) if num_examples is None else num_examples
+    ids, n = ids_of(where, owners), len(dataset) if num_examples is None else num_examples
     if len(ids) != n:
         raise Refused(
             f"{where}: owners has {len(ids)} ids, and the data set {n} examples. Give one id for each example, in the "
             "order of the data set."
         )
+    if (several := owners_of_each(where, ids)) is not None:
+        check_public(where, several, public)
+        if most > 1:
+            raise Refused(
+                f"{where}: per_owner={most} and examples with several owners: an owner's row would hold examples of "
+                f"others, so that two rows change with one person. Take per_owner=1; or tp.at_most(dataset, owners, "
+                f"{most}, public_owners=True) and training.spent(examples_per_person={most})."
+            )
+        kept = kept_of_each(several, 1)
+        numbers = np.full(n, -1)
+        numbers[kept] = np.arange(len(kept))
+        return Owners(numbers, len(kept), 1, name, n - len(kept))
     numbers = _numbered(where, ids)
     return Owners(numbers, int(numbers.max()) + 1, most, name)
 
@@ -213,7 +227,7 @@ def column_of(where: str, column: str, dataset: Any) -> Any:
     )
 
 
-def _ids(where: str, owners: Any) -> Sequence[Any] | np.ndarray:
+def ids_of(where: str, owners: Any) -> Sequence[Any] | np.ndarray:
     """Returns the ids as a sequence with one entry for each example."""
     if isinstance(owners, torch.Tensor):
         owners = owners.detach().cpu().numpy() if owners.dtype is not torch.bfloat16 else owners.tolist()
@@ -228,10 +242,9 @@ def _ids(where: str, owners: Any) -> Sequence[Any] | np.ndarray:
         )
     owners = owners if isinstance(owners, np.ndarray) else list(owners)
     if isinstance(owners, np.ndarray) and owners.ndim != 1:
-        raise Refused(
-            f"{where}: owners of shape {owners.shape} must be of shape (n,), one id for each example. Several owners "
-            "of one example are not supported: give it one of them, or leave it out."
-        )
+        if owners.ndim == 2:
+            return owners.tolist()  # several owners of each example
+        raise Refused(f"{where}: owners of shape {owners.shape} must be of shape (n,), one id for each example.")
     return owners
 
 
@@ -246,95 +259,3 @@ def _numbered(where: str, ids: Sequence[Any] | np.ndarray) -> np.ndarray:
     return np.fromiter(
         (known.setdefault(plain_id(where, one, i), len(known)) for i, one in enumerate(ids)), np.int64, len(ids)
     )
-
-
-def plain_id(where: str, one: Any, index: int) -> Hashable:
-    """Returns an id by which equal owners are equal; refuses what is no id of one owner."""
-    if isinstance(one, torch.Tensor):
-        one = one.item() if one.ndim == 0 else one.tolist()
-    one = one.item() if isinstance(one, np.generic) else one
-    if isinstance(one, (tuple, list, set, frozenset, dict, np.ndarray)):
-        raise Refused(
-            f"{where}: the owner of example {index} is {repr(one)[:60]}. Several owners of one example are not "
-            "supported: give it one of them, or leave it out. If these are parts of one id, join them into a text."
-        )
-    if one is None or _is_missing(one):
-        raise Refused(
-            f"{where}: example {index} has no owner ({one!r}). Every example needs one: leave it out, or give it an "
-            "owner of its own."
-        )
-    try:
-        hash(one)
-    except TypeError:
-        raise Refused(
-            f"{where}: the owner of example {index} is {type(one).__name__}, which is not hashable. Give a number or a "
-            "text for each owner."
-        ) from None
-    return one
-
-
-def _is_missing(one: Any) -> bool:
-    """True for NaN, NaT and pandas.NA, which are not equal to themselves."""
-    try:
-        return not bool(one == one)
-    except (TypeError, ValueError):
-        return True
-
-
-# A cap on everybody's examples
-
-
-def at_most(dataset: Dataset, owners: Any, count: int, *, seed: int | None = None) -> Subset:
-    """Returns the data set with at most ``count`` examples of each owner, chosen at random.
-
-    It enforces the cap that `training.spent(examples_per_person=count)` states for example-level training. The cap must
-    not be the largest number of examples that somebody happens to have, which is private.
-
-    Args:
-        dataset: map-style.
-        owners: (n,) one id for each example, or the name of a column: as for `Examples`.
-        count: largest number of examples of each owner, at least 1.
-        seed: fixes the choice. It may be public; by default it is secret, from the operating system.
-
-    Returns:
-        A ``torch.utils.data.Subset``; its ``indices`` are as private as the data.
-
-    Guarantees:
-        - Every subset of an owner's examples of that size is equally likely.
-        - The choice for an owner depends on the seed, its id and the number of its examples alone, so that adding or
-          removing another owner changes nothing for it, whatever the seed.
-
-    Raises:
-        Refused: an example without an owner, with several of them, or another number of ids.
-        ValueError: ``count`` is below 1.
-
-    Example:
-        >>> from torch.utils.data import TensorDataset
-        >>> data = TensorDataset(torch.arange(6))
-        >>> capped = at_most(data, ["ann", "ann", "ann", "bob", "ann", "cem"], 2)
-        >>> len(capped)
-        4
-    """
-    where = "at_most"
-    check_map_style(dataset)
-    whole(where, at_least=1, count=plain_number(count))
-    if isinstance(owners, str):
-        owners = column_of(where, owners, dataset)
-    known = owners_of(where, owners, dataset, count)
-    assert known is not None
-    key = secrets.token_bytes(32) if seed is None else hashlib.blake2b(repr(plain_number(seed)).encode()).digest()[:32]
-    ids = _ids(where, owners)
-    first = known.examples[known.starts[:-1]]
-    seeds = [
-        hashlib.blake2b(_canonical(plain_id(where, ids[i], i)), key=key, digest_size=8).digest() for i in first.tolist()
-    ]
-    chosen, _ = known.chosen(np.arange(known.count), np.frombuffer(b"".join(seeds), "<u8").astype(np.uint64))
-    return Subset(dataset, np.sort(chosen).tolist())
-
-
-def _canonical(one: Hashable) -> bytes:
-    """Returns bytes that are equal for equal ids."""
-    number: Any = one if isinstance(one, numbers.Real) else math.nan
-    if math.isfinite(number) and number == int(number):
-        return repr(int(number)).encode()
-    return repr(str(one) if isinstance(one, str) else one).encode()

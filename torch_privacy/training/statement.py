@@ -203,7 +203,13 @@ class Account:
 
     def _public(self, mechanism: Mechanism) -> tuple[str, ...]:
         size = "num_examples" if self._settings.owners is None else "num_owners"
-        return (size, *ALWAYS_PUBLIC, *mechanism.treated_as_public)
+        shared = self._settings.owners is not None and self._settings.owners.left_out is not None
+        return (
+            size,
+            *(("the owners of each example",) if shared else ()),
+            *ALWAYS_PUBLIC,
+            *mechanism.treated_as_public,
+        )
 
     @staticmethod
     def _not_covered(progress: TrainingProgress) -> tuple[str, ...]:
@@ -220,6 +226,7 @@ class Account:
             "owner": owners.name,
             "num_owners": owners.count,
             "examples_per_owner": owners.per_owner,
+            **({} if owners.left_out is None else {"examples_left_out": owners.left_out}),
         }
 
     def warning(self, progress: TrainingProgress) -> str | None:
