@@ -9,10 +9,10 @@ from ..pairs.base import DominatingPair, PairBounds
 from ..pairs.gaussian import LARGEST_SHIFT
 from ..pairs.shifted import GaussianNoise, enclosed, mixed, sampled
 from .base import REMOVALS, Event, NeighboringRelation, check_event, check_noise, check_removal, priced
+from .choices import ExponentialMechanism, PermuteAndFlip
 from .counts import DiscreteGaussian, DiscreteLaplace, Laplace
 from .custom import FinitePair, KnownProfile, check_numbers
 from .gaussian import Gaussian, poisson_pair
-from .selection import ExponentialMechanism, PermuteAndFlip
 
 SMALLEST_PROBABILITY = 1e-7  # with less, losses have too few digits
 SUMS = Gaussian, Laplace, DiscreteLaplace, DiscreteGaussian  # noise on what is added up over the sample

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import binom
 
 from torch_privacy import privacy
-from torch_privacy.privacy.events.selection import range_pair
+from torch_privacy.privacy.events.choices import range_pair
 
 EPSILON = 1.2
 TARGETS = np.array([0.0, 0.1, 0.4, 0.7, 1.1])
