@@ -566,3 +566,28 @@ def test_lattice_of_a_heavy_tail_stays_within_the_free_bounds(name):
 def test_engine_that_cannot_resolve_a_list_says_so():
     with pytest.raises(ValueError, match="Use method='auto'"):
         privacy.compose([(privacy.Laplace(1.0), 3)], "contour").epsilon(1e-5)
+
+
+def test_banded_steps_where_an_example_is_replaced_cost_the_reduced_steps():
+    banded = privacy.BandedGaussian(0.8, 0.01, 5, neighboring_relation=REPLACE_ONE)
+    assert epsilon(banded, 100) == epsilon(SubsampledGaussian(0.8, 0.05, REPLACE_ONE), 20)
+
+
+def test_replaced_row_of_a_sampled_covariance_costs_what_quadrature_finds_for_the_worst_angle():
+    """Two unit rows at an angle: their matrices have the scalar product cos², and lie in a plane with 0."""
+    noise, q, x = 0.7, 0.2, np.linspace(-9, 10, 1201)  # noise over sqrt(2)
+    profile = privacy.compose([(privacy.NoisyCovariance(noise, q, REPLACE_ONE), 1)])
+    first, second = np.meshgrid(x, x, indexing="ij")
+    length, mass = 1 / (noise * 2**0.5), (x[1] - x[0]) ** 2 * norm.pdf(first) * norm.pdf(second)
+    worst = np.zeros(3)
+    for angle in np.linspace(0.1, np.pi / 2, 6):
+        product = np.cos(angle) ** 2
+        sides = [length * (c * first + s * second) for c, s in ((1.0, 0.0), (product, (1 - product**2) ** 0.5))]
+        p, other = (mass * (1 - q + q * np.exp(side - length**2 / 2)) for side in sides)
+        found = [np.maximum(p - np.exp(target) * other, 0).sum() for target in (0.0, 0.1, 0.5)]
+        worst = np.maximum(worst, found)
+    for target, delta in zip((0.0, 0.1, 0.5), worst, strict=True):
+        low, high = profile.delta(target)
+        assert low * 0.999 <= delta <= high
+        assert high < 2 * low
+    assert epsilon(privacy.NoisyCovariance(noise, 1.0, REPLACE_ONE), 3) == epsilon(Gaussian(noise), 3)

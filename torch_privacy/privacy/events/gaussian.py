@@ -17,7 +17,7 @@ from ...support.validate import in_range, whole
 from ..pairs.base import DominatingPair, PairBounds
 from ..pairs.either import EitherPair
 from ..pairs.gaussian import ReplaceOneGaussianPair, SubsampledGaussianPair, SymmetrizedPair
-from .base import MAX_COUNT, Event, NeighboringRelation, check_noise, check_relation, check_removal, priced
+from .base import MAX_COUNT, REMOVALS, Event, NeighboringRelation, check_noise, check_relation, priced
 
 SMALLEST_PROBABILITY = 1e-315
 
@@ -335,7 +335,16 @@ class SubsampledGEP(_PoissonSampled):
     """
 
 
-@priced(lambda event: SubsampledGaussianPair(1 / event.noise_multiplier, event.sampling_probability))
+def _covariance_pair(event: "NoisyCovariance") -> DominatingPair | PairBounds:
+    shift, q = 1 / event.noise_multiplier, event.sampling_probability
+    if event.neighboring_relation in REMOVALS or q == 1:
+        return SubsampledGaussianPair(shift, q)
+    one = shift / 2**0.5  # the length of one row's matrix; another's is at most as long, and at no obtuse angle
+    attained = ReplaceOneGaussianPair(shift / 2, q), SubsampledGaussianPair(one, q)
+    return PairBounds(ReplaceOneGaussianPair(one, q), attained)
+
+
+@priced(_covariance_pair)
 @dataclass(frozen=True, repr=False)
 class NoisyCovariance(Event):
     """``Σ xᵢ xᵢᵀ`` of rows with norm at most 1 plus symmetric Gaussian noise, as released by private PCA.
@@ -346,12 +355,14 @@ class NoisyCovariance(Event):
     one Gaussian.
 
     Args:
-        noise_multiplier: noise divided by the sensitivity, which is 1, in [1e-6, 1e6].
+        noise_multiplier: noise divided by the sensitivity, which is 1, and √2 where a row is replaced (by one at right
+            angles to it), in [1e-6, 1e6].
         sampling_probability: chance that a row joins, in (0, 1]; all rows by default.
-        neighboring_relation: add/remove one row by default, or zero out one.
+        neighboring_relation: add/remove one row by default.
 
     Guarantees:
-        - the price of ``SubsampledGaussian(noise_multiplier, sampling_probability)``.
+        - the price of ``SubsampledGaussian(noise_multiplier, sampling_probability)``; where a row of a sample is
+          replaced, an upper bound: that of two opposite matrices, which are further apart.
 
     Source: Abadi et al. (2016), arXiv:1607.00133, §4; Dwork, Talwar, Thakurta & Zhang (2014), Algorithm 1.
 
@@ -373,4 +384,4 @@ class NoisyCovariance(Event):
     def __post_init__(self) -> None:
         check_noise("NoisyCovariance", self.noise_multiplier)
         check_probability("NoisyCovariance", self.sampling_probability)
-        check_removal("NoisyCovariance", self.neighboring_relation)
+        check_relation("NoisyCovariance", self.neighboring_relation)
