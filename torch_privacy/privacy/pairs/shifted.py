@@ -152,13 +152,13 @@ def enclosed(noise: Noise, p: Mixture, q: Mixture) -> DominatingPair | PairBound
     )
     first, last = cuts[:-1].copy(), cuts[1:] - noise.whole
     first[0], last[-1] = last[0], first[-1]  # where the ratio is constant
-    low, high = (_log_ratio(noise, at, p, q) for at in (first, last))
+    low, high = (log_ratio(noise, at, p, q) for at in (first, last))
     if not noise.bounded:
         low[0], high[-1] = _at_the_end(p, q, min), _at_the_end(p, q, max)
     merged = DiscretePair(tuple(p_mass.tolist()), tuple(q_mass.tolist()))
     if (high <= low).all():
         return merged
-    return PairBounds(_spread(p_mass, q_mass, low, high), (merged,))
+    return PairBounds(spread(p_mass, q_mass, low, high), (merged,))
 
 
 def sampled(noise: Noise, sensitivity: float, probability: float, *, replaced: bool) -> DominatingPair | PairBounds:
@@ -199,7 +199,8 @@ def _cuts(noise: Noise, shifts: list[float]) -> Array:
     return np.concatenate([[-np.inf], inner, [np.inf]])
 
 
-def _log_ratio(noise: Noise, at: Array, p: Mixture, q: Mixture) -> Array:
+def log_ratio(noise: Noise, at: Array, p: Mixture, q: Mixture) -> Array:
+    """Returns the log of the ratio of two mixtures' densities at each outcome."""
     logs = [logsumexp([np.log(w) + noise.log_density(at - s) for w, s in side], axis=0) for side in (p, q)]
     return logs[0] - logs[1]
 
@@ -213,7 +214,7 @@ def _at_the_end(p: Mixture, q: Mixture, furthest: type[min]) -> float:
     return np.inf if furthest is max else -np.inf
 
 
-def _spread(p: Array, q: Array, low: Array, high: Array) -> DiscretePair:
+def spread(p: Array, q: Array, low: Array, high: Array) -> DiscretePair:
     """Returns a pair that dominates all with these masses of cells, and log ratios from low to high in each."""
     wide = high > low  # else one ratio, up to rounding
     with np.errstate(all="ignore"):  # for cells that are unbounded, or narrow
