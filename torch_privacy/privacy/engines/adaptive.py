@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-from scipy import fft
 
 from ..bracket import Array, Bracket
-from ..pairs.base import UNIT, DominatingPair
+from ..pairs.base import DominatingPair
 from .curve import Curve, SimpleCurve, crossing, trivial_delta
 from .lattice import above
+from .tilted import fft_rounding
 
 WINDOW = 2**12  # lattice points
 LOSSES = 2**12  # of a single release; larger ones count as infinite
@@ -54,14 +54,14 @@ class AdaptiveCurve(SimpleCurve):
         kernels, infinite, first = zip(*(self._kernel(pair) for pair in self._pairs), strict=True)
         infinite, first = np.array(infinite)[:, None], np.array(first)
         length, ends = WINDOW + LOSSES, LOSSES // 2
-        transformed = fft.rfft(np.array(kernels), length)
+        transformed = np.fft.rfft(np.array(kernels), length)
         free = np.maximum(-np.expm1(self._losses), 0.0)
         excess = np.zeros(WINDOW)  # V - V₀
         for _ in range(self._count):
             padded = np.pad(excess, ends, mode="edge")
-            moved = fft.irfft(fft.rfft(padded) * transformed, length)[:, LOSSES:]
+            moved = np.fft.irfft(np.fft.rfft(padded) * transformed, length)[:, LOSSES:]
             found = (moved + first + infinite).max(0)
-            rounding = 16 * math.log2(length) * UNIT * math.sqrt(float(padded @ padded))
+            rounding = 4 * fft_rounding(length) * float(padded.sum())  # of three transforms and a product
             excess = np.minimum(found + rounding - free, 1.0 - free)
         return np.minimum(excess + free, 1.0)
 

@@ -54,7 +54,7 @@ class Laplace(Event):
         return LaplaceNoise(), 1 / self.noise_multiplier
 
 
-@priced(lambda event: sampled(*event.noise, 1.0, replaced=False))
+@priced(lambda event: sampled(event.noise[0], event.noise[1], 1.0, replaced=False))
 @dataclass(frozen=True, repr=False)
 class DiscreteLaplace(Event):
     """One integer plus discrete Laplace noise, which is k with probability in proportion to ``e^(-|k| / noise_scale)``.
@@ -101,7 +101,7 @@ class DiscreteLaplace(Event):
         return DiscreteLaplaceNoise(self.noise_scale), self.sensitivity
 
 
-@priced(lambda event: sampled(*event.noise, 1.0, replaced=False))
+@priced(lambda event: sampled(event.noise[0], event.noise[1], 1.0, replaced=False))
 @dataclass(frozen=True, repr=False)
 class DiscreteGaussian(Event):
     """One integer plus discrete Gaussian noise: k with probability in proportion to ``e^(-k² / (2 noise_stddev²))``.

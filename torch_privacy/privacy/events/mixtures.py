@@ -23,8 +23,9 @@ def _sampled_pair(event: "PoissonSampled") -> DominatingPair | PairBounds:
     inner, q, relation = event.event, event.sampling_probability, event.neighboring_relation
     if isinstance(inner, Gaussian):
         return poisson_pair(1 / inner.noise_multiplier, q, relation)
-    if isinstance(inner, SUMS):
-        return sampled(*inner.noise, q, replaced=relation is NeighboringRelation.REPLACE_ONE)
+    if isinstance(inner, Laplace | DiscreteLaplace | DiscreteGaussian):
+        noise, sensitivity = inner.noise
+        return sampled(noise, sensitivity, q, replaced=relation is NeighboringRelation.REPLACE_ONE)
     return mixed(inner.dominating_pair(), q)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..bracket import Array
 from .discrete import DiscretePair
-from .shifted import GaussianNoise, Mixture, log_ratio, spread
+from .shifted import GaussianNoise, Mixture, log_ratio, masses, spread
 
 CELLS = 1024  # of outcomes with a positive loss
 REACH = 12.0
@@ -50,8 +50,8 @@ def _pair(ahead: float, behind: float, far: float, probability: float) -> Discre
     """Returns the pair of the three distances |v - x|, |v - y| and |x - y|."""
     (p, q), (q_left, p_left) = (_positive(near, far, probability) for near in (ahead, behind))
     rest = max(1.0 - float(p.sum() + p_left.sum()), 0.0)
-    masses = [np.concatenate([one, left, [rest]]).tolist() for one, left in ((p, p_left), (q, q_left))]
-    return DiscretePair(tuple(masses[0]), tuple(masses[1]))
+    joined = [np.concatenate([one, left, [rest]]).tolist() for one, left in ((p, p_left), (q, q_left))]
+    return DiscretePair(tuple(joined[0]), tuple(joined[1]))
 
 
 def _positive(near: float, far: float, probability: float) -> tuple[Array, Array]:
@@ -59,7 +59,7 @@ def _positive(near: float, far: float, probability: float) -> tuple[Array, Array
     noise, middle = GaussianNoise(), near - far / 2
     cuts = np.append(np.linspace(middle, max(middle, near) + REACH, CELLS + 1), np.inf)
     sides: list[Mixture] = [((1 - probability, 0.0), (probability, at)) for at in (near, near - far)]
-    p, q = (sum(w * noise.mass(cuts[:-1] - at, cuts[1:] - at) for w, at in side) for side in sides)
+    p, q = (masses(noise, side, cuts) for side in sides)
     ratio = log_ratio(noise, cuts[:-1], *sides)
     both = spread(p, q, np.maximum(ratio, 0.0), np.maximum(np.append(ratio[1:], np.inf), 0.0))
     return np.array(both.p), np.array(both.q)

@@ -147,14 +147,12 @@ def enclosed(noise: Noise, p: Mixture, q: Mixture) -> DominatingPair | PairBound
     """Returns bounds on the pair of two mixtures with a rising likelihood ratio; the pair, where they are the same."""
     shifts = sorted(shift for _, shift in p + q)
     cuts = _cuts(noise, shifts)
-    p_mass, q_mass = (
-        sum(weight * noise.mass(cuts[:-1] - shift, cuts[1:] - shift) for weight, shift in side) for side in (p, q)
-    )
+    p_mass, q_mass = (masses(noise, side, cuts) for side in (p, q))
     first, last = cuts[:-1].copy(), cuts[1:] - noise.whole
     first[0], last[-1] = last[0], first[-1]  # where the ratio is constant
     low, high = (log_ratio(noise, at, p, q) for at in (first, last))
     if not noise.bounded:
-        low[0], high[-1] = _at_the_end(p, q, min), _at_the_end(p, q, max)
+        low[0], high[-1] = _at_the_end(p, q, above=False), _at_the_end(p, q, above=True)
     merged = DiscretePair(tuple(p_mass.tolist()), tuple(q_mass.tolist()))
     if (high <= low).all():
         return merged
@@ -187,6 +185,11 @@ def mixed(pair: DominatingPair | PairBounds, probability: float) -> DominatingPa
     return DiscretePair(p, pair.q)
 
 
+def masses(noise: Noise, mixture: Mixture, cuts: Array) -> Array:
+    """Returns the mass of a mixture in each cell between two cuts."""
+    return np.sum([weight * noise.mass(cuts[:-1] - at, cuts[1:] - at) for weight, at in mixture], axis=0)
+
+
 def _cuts(noise: Noise, shifts: list[float]) -> Array:
     """Returns the ends of the cells; the first and the last one are unbounded."""
     low, high = shifts[0] - noise.reach, shifts[-1] + noise.reach
@@ -205,13 +208,13 @@ def log_ratio(noise: Noise, at: Array, p: Mixture, q: Mixture) -> Array:
     return logs[0] - logs[1]
 
 
-def _at_the_end(p: Mixture, q: Mixture, furthest: type[min]) -> float:
-    """Returns the limit of the log ratio of Gaussian mixtures at -∞ (min) or ∞ (max)."""
-    ends = [furthest(shift for _, shift in side) for side in (p, q)]
+def _at_the_end(p: Mixture, q: Mixture, *, above: bool) -> float:
+    """Returns the limit of the log ratio of Gaussian mixtures at ∞ (above) or -∞."""
+    ends = [(max if above else min)(shift for _, shift in side) for side in (p, q)]
     if ends[0] == ends[1]:
         sizes = [sum(weight for weight, shift in side if shift == ends[0]) for side in (p, q)]
         return float(np.log(sizes[0] / sizes[1]))
-    return np.inf if furthest is max else -np.inf
+    return np.inf if above else -np.inf
 
 
 def spread(p: Array, q: Array, low: Array, high: Array) -> DiscretePair:
@@ -223,5 +226,5 @@ def spread(p: Array, q: Array, low: Array, high: Array) -> DiscretePair:
         p_high = np.where(high == np.inf, p - np.exp(low) * q, np.exp(high) * q_high)
     p_high = np.where(wide & (low > -np.inf), np.clip(p_high, 0.0, p), p)
     both = ((p_high, q_high), (p - p_high, q - q_high))
-    masses = [np.concatenate(sides) for sides in zip(*both, strict=True)]
-    return DiscretePair(tuple(masses[0].tolist()), tuple(masses[1].tolist()))
+    joined = [np.concatenate(sides) for sides in zip(*both, strict=True)]
+    return DiscretePair(tuple(joined[0].tolist()), tuple(joined[1].tolist()))
