@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+from scipy.stats import binom
 
 from torch_privacy import privacy
 from torch_privacy.privacy.engines import contour
@@ -117,3 +118,13 @@ def test_losses_that_count_as_infinite_are_as_rare_as_asked_for(event):
     """Cells are wide in far tails: one that is negligible only in part must stay finite, and so must the last atom."""
     engine = MergedEngine(pairs((event, 50)), swapped=False)
     assert engine.outcomes(Grid(0.1, 1e-128), above=True).infinite <= 1e-126
+
+
+def test_many_releases_that_hardly_depend_on_the_example_have_an_answer():
+    """A part of the outcomes had one loss alone, 0, for which there was no cell."""
+    low, high = privacy.compose([(privacy.FinitePair((0.50005, 0.49995), (0.5, 0.5)), 10**6)]).epsilon(1e-5)
+    wins = np.arange(490_000, 510_000)
+    p, q = binom.pmf(wins, 10**6, 0.50005), binom.pmf(wins, 10**6, 0.5)
+    truth = [np.maximum(p - np.exp(epsilon) * q, 0).sum() for epsilon in (low, high)]
+    assert truth[1] <= 1e-5 * (1 + 1e-6)
+    assert truth[0] >= 1e-5 * (1 - 1e-6)

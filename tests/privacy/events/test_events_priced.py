@@ -591,3 +591,12 @@ def test_replaced_row_of_a_sampled_covariance_costs_what_quadrature_finds_for_th
         assert low * 0.999 <= delta <= high
         assert high < 2 * low
     assert epsilon(privacy.NoisyCovariance(noise, 1.0, REPLACE_ONE), 3) == epsilon(Gaussian(noise), 3)
+
+
+def test_a_sample_mixes_the_pair_and_agrees_with_the_event_of_its_own():
+    pair = privacy.FinitePair((0.7, 0.3), (0.4, 0.6))
+    mixed = privacy.FinitePair((0.25 * 0.7 + 0.75 * 0.4, 0.25 * 0.3 + 0.75 * 0.6), (0.4, 0.6))
+    assert epsilon(privacy.PoissonSampled(pair, 0.25), 9) == pytest.approx(epsilon(mixed, 9))
+    for relation in privacy.NeighboringRelation:
+        sampled = privacy.PoissonSampled(Gaussian(1.0, relation), 0.1)
+        assert epsilon(sampled, 9) == epsilon(SubsampledGaussian(1.0, 0.1, relation), 9)

@@ -114,3 +114,8 @@ def test_sampled_laplace_agrees_with_quadrature(replaced):
         truth = np.trapezoid(np.maximum(p - np.exp(epsilon) * other, 0), x)
         assert stick(lower, epsilon) - 1e-6 <= truth <= stick(upper, epsilon) + 1e-6
         assert stick(upper, epsilon) - stick(lower, epsilon) < 1e-6
+
+
+def test_outcomes_beyond_all_cells_are_kept():
+    upper, _ = sides(shifted.sampled(shifted.GaussianNoise(), 8.0, 1.0, replaced=False))
+    assert 0 < stick(SubsampledGaussianPair(8.0, 1.0), 140.0) < stick(upper, 140.0) < 1e-38
