@@ -3,7 +3,6 @@
 
 import numpy as np
 import pytest
-from scipy.stats import binom
 
 from torch_privacy import privacy
 from torch_privacy.privacy.engines import contour
@@ -120,11 +119,6 @@ def test_losses_that_count_as_infinite_are_as_rare_as_asked_for(event):
     assert engine.outcomes(Grid(0.1, 1e-128), above=True).infinite <= 1e-126
 
 
-def test_many_releases_that_hardly_depend_on_the_example_have_an_answer():
-    """A part of the outcomes had one loss alone, 0, for which there was no cell."""
-    low, high = privacy.compose([(privacy.FinitePair((0.5000005, 0.4999995), (0.5, 0.5)), 10**6)]).epsilon(1e-5)
-    wins = np.arange(490_000, 510_000)
-    p, q = binom.pmf(wins, 10**6, 0.5000005), binom.pmf(wins, 10**6, 0.5)
-    truth = [np.maximum(p - np.exp(epsilon) * q, 0).sum() for epsilon in (low, high)]
-    assert truth[1] <= 1e-5 * (1 + 1e-6)
-    assert truth[0] >= 1e-5 * (1 - 1e-6)
+def test_a_single_loss_has_a_cell():
+    """A million hardly random answers had a part like that, and ended in an error."""
+    assert len(Grid(0.01, 0.0).ends(0.0, 0.0, [(0.0, 1e-4)])) == 2
