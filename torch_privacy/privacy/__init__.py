@@ -42,7 +42,11 @@ from .events.base import NeighboringRelation as NeighboringRelation
 from .events.base import event_from_dict as event_from_dict
 from .events.base import event_to_dict as event_to_dict
 from .events.base import priced as priced
+from .events.choices import ExponentialMechanism as ExponentialMechanism
+from .events.choices import PermuteAndFlip as PermuteAndFlip
 from .events.concentrated import ZeroConcentrated as ZeroConcentrated
+from .events.counts import DiscreteGaussian as DiscreteGaussian
+from .events.counts import DiscreteLaplace as DiscreteLaplace
 from .events.counts import Laplace as Laplace
 from .events.counts import RandomizedResponse as RandomizedResponse
 from .events.custom import FinitePair as FinitePair
@@ -61,6 +65,8 @@ from .events.gaussian import TruncatedGaussian as TruncatedGaussian
 from .events.gaussian import truncated as truncated
 from .events.groups import SubsampledGroup as SubsampledGroup
 from .events.groups import for_group as for_group
+from .events.mixtures import GaussianMixture as GaussianMixture
+from .events.mixtures import PoissonSampled as PoissonSampled
 from .interop import from_dp_event as from_dp_event
 from .interop import ledger_from_dp_event as ledger_from_dp_event
 from .interop import releases_from_opacus as releases_from_opacus

@@ -9,18 +9,22 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
+from math import inf, log1p, nextafter, sqrt
 from types import ModuleType
 from typing import Any
 
 from ..support.validate import Refused, plain_number, whole
 from .events.base import Event, NeighboringRelation, checked_releases
 from .events.charged import charged
-from .events.counts import Laplace
+from .events.concentrated import ZeroConcentrated
+from .events.counts import DiscreteLaplace, Laplace, RandomizedResponse
 from .events.gaussian import Gaussian, SubsampledBlocks, SubsampledGaussian, TruncatedGaussian
+from .events.mixtures import GaussianMixture, PoissonSampled
 from .ledger import Ledger, Release
 from .pairs.discrete import LaplacePair
 from .pairs.gaussian import SubsampledGaussianPair
 from .pairs.group import GroupPair
+from .selection import Repeated
 
 Releases = Iterable[tuple[Event, int]]
 
@@ -32,13 +36,14 @@ def to_dp_event(releases: Ledger | Releases) -> Any:
         releases: a ledger, or pairs (event, how often) as for `compose`.
 
     Returns:
-        A ``ComposedDpEvent`` of ``GaussianDpEvent``, ``PoissonSampledDpEvent`` of it, ``MixtureOfGaussiansDpEvent``
-        (a `SubsampledGroup`) and ``LaplaceDpEvent``, each with its count. Several blocks on one sample become one
-        equivalent Gaussian. A ``DpEvent`` has no unit of privacy: it is that of the releases.
+        A ``ComposedDpEvent`` of ``GaussianDpEvent``, ``LaplaceDpEvent``, ``PoissonSampledDpEvent`` of these two,
+        ``DiscreteLaplaceDpEvent`` and ``MixtureOfGaussiansDpEvent`` (also for a `SubsampledGroup`), each with its
+        count. Several blocks on one sample become one equivalent Gaussian. A ``DpEvent`` has no unit of privacy: it is
+        that of the releases.
 
     Raises:
-        Refused: if an event has no counterpart: its pair is neither a Poisson-sampled Gaussian nor Laplace noise, or
-            neighbors replace one example (there dp-accounting's accountants define the noise multiplier differently).
+        Refused: if an event has no counterpart, or neighbors replace one example (there dp-accounting's accountants
+            define the noise multiplier differently).
         ImportError: if dp-accounting is not installed.
 
     Example:
@@ -60,9 +65,11 @@ def from_dp_event(event: Any) -> list[tuple[Event, int]]:
     """Converts a ``dp_accounting.DpEvent`` to pairs (event, how often) for `compose`, under add/remove one.
 
     Compositions are flattened. Gaussians composed *within* a Poisson sample share it and become `SubsampledBlocks`.
+    What dp-accounting prices only where an example is replaced with nothing (randomized response, trees) is under
+    zero-out.
 
     Raises:
-        Refused: if an event has no counterpart here, or its Gaussian noise is zero.
+        Refused: if an event has no counterpart here, by name and with the reason, or its noise is zero.
         ImportError: if dp-accounting is not installed.
 
     Example:
@@ -163,12 +170,19 @@ def _no_counterpart(event: Event) -> str:
     """Returns the reason why an event cannot be converted; "" if it can."""
     if event.neighboring_relation is NeighboringRelation.REPLACE_ONE:
         return "is priced for replace-one, where dp-accounting's accountants take noise multipliers differently"
-    return (
-        "" if type(event.dominating_pair()) in DP_EVENTS else "is neither a Poisson-sampled Gaussian nor Laplace noise"
-    )
+    known = type(event) in OF_EVENTS or type(event.dominating_pair()) in DP_EVENTS or _sampled_laplace(event)
+    return "" if known else "is no Gaussian or Laplace noise, on all data or a Poisson sample, nor a mixture of these"
+
+
+def _sampled_laplace(event: Event) -> bool:
+    return isinstance(event, PoissonSampled) and isinstance(event.event, Laplace)
 
 
 def _one_dp_event(event: Event, dp_event: ModuleType) -> Any:
+    if type(event) in OF_EVENTS:
+        return OF_EVENTS[type(event)](event, dp_event)
+    if isinstance(event, PoissonSampled):
+        return dp_event.PoissonSampledDpEvent(event.sampling_probability, _one_dp_event(event.event, dp_event))
     pair = event.dominating_pair()
     return DP_EVENTS[type(pair)](pair, _noise(event, pair.shift), dp_event)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -191,7 +205,8 @@ def _group_dp_event(pair: GroupPair, noise: float, dp_event: ModuleType) -> Any:
 def _flattened(event: Any, count: int) -> Iterator[tuple[Event, int]]:
     name = type(event).__name__
     if name not in KINDS:
-        raise Refused(f"from_dp_event: {event!r} has no counterpart. Known are {', '.join(KINDS)}.")
+        reason = WITHOUT_COUNTERPART.get(name, f"has no counterpart. Known are {', '.join(KINDS)}.")
+        raise Refused(f"from_dp_event: {event!r} {reason}")
     yield from KINDS[name](event, count)
 
 
@@ -199,9 +214,17 @@ def _sampled(event: Any, count: int) -> Iterator[tuple[Event, int]]:
     if event.sampling_probability == 0:
         return
     inner = list(_flattened(event.event, 1))
-    others = [release for release, _ in inner if not isinstance(release, Gaussian)]
+    if len(inner) == 1 and inner[0][1] == 1 and isinstance(inner[0][0], Laplace | DiscreteLaplace):
+        yield PoissonSampled(inner[0][0], event.sampling_probability), count
+        return
+    others = [
+        release
+        for release, _ in inner
+        if not isinstance(release, Gaussian) or release.neighboring_relation is NeighboringRelation.REPLACE_SPECIAL
+    ]
     if others:
-        raise Refused(f"from_dp_event: a Poisson sample of {others[0]!r} has no counterpart, only of Gaussians.")
+        known = "only of Gaussians, or of a single Laplace noise"
+        raise Refused(f"from_dp_event: a Poisson sample of {others[0]!r} has no counterpart, {known}.")
     noises = tuple(release.noise_multiplier for release, times in inner for _ in range(times))  # pyright: ignore
     if len(noises) == 1:
         yield SubsampledGaussian(noises[0], event.sampling_probability), count
@@ -215,6 +238,58 @@ def _gaussian(event: Any, count: int) -> Iterator[tuple[Event, int]]:
     yield Gaussian(float(event.noise_multiplier)), count
 
 
+def _discrete_laplace(event: Any, count: int) -> Iterator[tuple[Event, int]]:
+    if event.noise_parameter <= 0:
+        raise Refused(f"from_dp_event: {event!r} has unlimited noise or none.")
+    scale = 1 / event.noise_parameter
+    scale = scale if 1 / scale >= event.noise_parameter else nextafter(scale, 0.0)
+    yield DiscreteLaplace(scale, int(event.sensitivity)), count
+
+
+def _response(event: Any, count: int) -> Iterator[tuple[Event, int]]:
+    """Yields the response. Without the example the answer is random: a mean of answers, so no easier to tell apart."""
+    if event.num_buckets == 1 or event.noise_parameter == 1:
+        return
+    if event.noise_parameter == 0:
+        raise Refused(f"from_dp_event: {event!r} has no noise, so it is not private.")
+    odds = log1p(event.num_buckets * (1 - event.noise_parameter) / event.noise_parameter)
+    yield RandomizedResponse(odds, int(event.num_buckets), NeighboringRelation.REPLACE_SPECIAL), count
+
+
+def _mixture(event: Any, count: int) -> Iterator[tuple[Event, int]]:
+    sizes, chances = (tuple(map(float, values)) for values in (event.sensitivities, event.sampling_probs))
+    if not any(size * chance for size, chance in zip(sizes, chances, strict=True)):
+        return
+    if event.standard_deviation == 0:
+        raise Refused(f"from_dp_event: {event!r} has no noise, so it is not private.")
+    yield GaussianMixture(float(event.standard_deviation), sizes, chances), count
+
+
+def _concentrated(event: Any, count: int) -> Iterator[tuple[Event, int]]:
+    if event.xi:
+        raise Refused(f"from_dp_event: {event!r} has xi={event.xi!r}, and only 0 has a price here.")
+    if event.rho:
+        yield ZeroConcentrated(float(event.rho)), count
+
+
+def _tree(event: Any, count: int) -> Iterator[tuple[Event, int]]:
+    """Yields one Gaussian: an example is in as many nodes of one tree as the tree of most steps has levels."""
+    steps = event.step_counts if isinstance(event.step_counts, Iterable) else [event.step_counts]
+    levels = max((int(number).bit_length() for number in steps), default=0)
+    if not levels:
+        return
+    if event.noise_multiplier == 0:
+        raise Refused(f"from_dp_event: {event!r} has no noise, so it is not private.")
+    yield Gaussian(float(event.noise_multiplier) / sqrt(levels), NeighboringRelation.REPLACE_SPECIAL), count
+
+
+def _repeated(event: Any, count: int) -> Iterator[tuple[Event, int]]:
+    names = {inf: "poisson", 1: "geometric", 0: "logarithmic"}
+    if event.shape not in names:
+        raise Refused(f"from_dp_event: {event!r} has no counterpart: shape must be inf, 1 or 0.")
+    yield Repeated(tuple(_flattened(event.event, 1)), float(event.mean), names[event.shape]), count
+
+
 def _truncated(event: Any, count: int) -> Iterator[tuple[Event, int]]:
     if 0 in (event.sampling_probability, event.truncated_batch_size, event.dataset_size):
         return
@@ -224,11 +299,17 @@ def _truncated(event: Any, count: int) -> Iterator[tuple[Event, int]]:
     yield TruncatedGaussian(float(event.noise_multiplier), float(event.sampling_probability), *sizes), count
 
 
-# Conversions to a DpEvent by type of pair, and from a DpEvent by name. A new one is one more line here.
+# Conversions to a DpEvent by type of event or of pair, and from a DpEvent by name. A new one is one more line here.
 DP_EVENTS: dict[type, Callable[[Any, float, ModuleType], Any]] = {
     SubsampledGaussianPair: _gaussian_dp_event,
     GroupPair: _group_dp_event,
     LaplacePair: lambda pair, noise, dp_event: dp_event.LaplaceDpEvent(noise),
+}
+OF_EVENTS: dict[type[Event], Callable[[Any, ModuleType], Any]] = {
+    DiscreteLaplace: lambda event, dp_event: dp_event.DiscreteLaplaceDpEvent(1 / event.noise_scale, event.sensitivity),
+    GaussianMixture: lambda event, dp_event: dp_event.MixtureOfGaussiansDpEvent(
+        event.noise_stddev, event.sensitivities, event.probabilities
+    ),
 }
 KINDS: dict[str, Callable[[Any, int], Iterator[tuple[Event, int]]]] = {
     "GaussianDpEvent": _gaussian,
@@ -237,5 +318,20 @@ KINDS: dict[str, Callable[[Any, int], Iterator[tuple[Event, int]]]] = {
     "ComposedDpEvent": lambda event, count: (pair for part in event.events for pair in _flattened(part, count)),
     "SelfComposedDpEvent": lambda event, count: _flattened(event.event, count * event.count),
     "TruncatedSubsampledGaussianDpEvent": _truncated,
+    "DiscreteLaplaceDpEvent": _discrete_laplace,
+    "RandomizedResponseDpEvent": _response,
+    "MixtureOfGaussiansDpEvent": _mixture,
+    "ZCDpEvent": _concentrated,
+    "SingleEpochTreeAggregationDpEvent": _tree,
+    "RepeatAndSelectDpEvent": _repeated,
     "NoOpDpEvent": lambda event, count: iter(()),
+}
+WITHOUT_COUNTERPART = {
+    "NonPrivateDpEvent": "is not private: no epsilon holds for it.",
+    "UnsupportedDpEvent": "has no price in any accountant.",
+    "SampledWithoutReplacementDpEvent": (
+        "is priced where one example is replaced, where dp-accounting takes the noise multiplier differently. Use "
+        "FixedSizeGaussian, with noise over twice the clip norm."
+    ),
+    "SampledWithReplacementDpEvent": "draws examples with replacement, which has no certified price here.",
 }

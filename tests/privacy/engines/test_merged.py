@@ -117,3 +117,8 @@ def test_losses_that_count_as_infinite_are_as_rare_as_asked_for(event):
     """Cells are wide in far tails: one that is negligible only in part must stay finite, and so must the last atom."""
     engine = MergedEngine(pairs((event, 50)), swapped=False)
     assert engine.outcomes(Grid(0.1, 1e-128), above=True).infinite <= 1e-126
+
+
+def test_a_single_loss_has_a_cell():
+    """A million hardly random answers had a part like that, and ended in an error."""
+    assert len(Grid(0.01, 0.0).ends(0.0, 0.0, [(0.0, 1e-4), (0.0, 1e-300)])) >= 2

@@ -81,6 +81,12 @@ OF_EACH_TYPE = {
     "SubsampledJL": {"noise_multiplier": 1.0, "num_projections": 32, "sampling_probability": 0.1},
     "SubsampledGroup": {"noise_multiplier": 1.0, "sampling_probability": 0.1, "group_size": 3},
     "Laplace": {"noise_multiplier": 1.0},
+    "DiscreteLaplace": {"noise_scale": 2.0, "sensitivity": 2},
+    "DiscreteGaussian": {"noise_stddev": 2.0, "sensitivity": 2},
+    "PoissonSampled": {"event": {"type": "Laplace", "noise_multiplier": 1.0}, "sampling_probability": 0.1},
+    "GaussianMixture": {"noise_stddev": 1.0, "sensitivities": [0.0, 1.0], "probabilities": [0.9, 0.1]},
+    "ExponentialMechanism": {"epsilon": 1.0},
+    "PermuteAndFlip": {"epsilon": 1.0},
     "RandomizedResponse": {"epsilon": 1.0, "num_answers": 3},
     "KnownProfile": {"epsilons": [1.0, 2.0], "deltas": [0.1, 0.05]},
     "FinitePair": {"p": [0.5, 0.5], "q": [0.4, 0.6]},
@@ -95,7 +101,7 @@ def test_an_invalid_value_of_any_field_is_refused_in_one_sentence(name):
     privacy.event_from_dict({"type": name, **OF_EACH_TYPE[name]})
     for field in dataclasses.fields(privacy.events.base.EVENTS[name]):
         for value in INVALID:
-            if (field.name, value) in [("unit", "x"), ("person", "x"), ("releases", [])]:
+            if (field.name, value) in [("unit", "x"), ("person", "x"), ("releases", []), ("monotonic", True)]:
                 continue
             with pytest.raises(ValueError, match=r"must|cannot|has the") as refused:
                 privacy.event_from_dict({"type": name, **OF_EACH_TYPE[name], field.name: value})

@@ -204,6 +204,18 @@ COUNTS = {
     "Laplace": (privacy.Laplace(5.0), lambda: pld.from_laplace_mechanism(5.0)),
     "response": (privacy.RandomizedResponse(0.3), lambda: pld.from_randomized_response(2 / (np.exp(0.3) + 1), 2)),
     "answers": (privacy.RandomizedResponse(0.3, 5), lambda: pld.from_randomized_response(5 / (np.exp(0.3) + 4), 5)),
+    "integer": (privacy.DiscreteLaplace(10.0, 3), lambda: pld.from_discrete_laplace_mechanism(0.1, 3)),
+    "rounded": (privacy.DiscreteGaussian(10.0, 3), lambda: pld.from_discrete_gaussian_mechanism(10.0, 3)),
+    "sampled": (
+        privacy.PoissonSampled(privacy.Laplace(1.0), 0.2),
+        lambda: pld.from_laplace_mechanism(1.0, sampling_prob=0.2),
+    ),
+    "mixture": (
+        privacy.GaussianMixture(2.0, (0.0, 0.5, 1.0), (0.5, 0.3, 0.2)),
+        lambda: pld.from_mixture_gaussian_mechanism(
+            2.0, (0.0, 0.5, 1.0), (0.5, 0.3, 0.2), value_discretization_interval=5e-3
+        ),
+    ),
 }
 
 
@@ -351,6 +363,12 @@ ALL = [
     SubsampledJL(1.0, 32, 0.1),
     privacy.Laplace(2.0),
     privacy.RandomizedResponse(0.5, 3),
+    privacy.DiscreteLaplace(3.0, 2, REPLACE_ONE),
+    privacy.DiscreteGaussian(3.0, 2, ZERO_OUT),
+    privacy.PoissonSampled(privacy.DiscreteGaussian(3.0, 2, REPLACE_ONE), 0.1),
+    privacy.GaussianMixture(2.0, (0.0, 0.5, 1.0), (0.5, 0.3, 0.2)),
+    privacy.ExponentialMechanism(0.5, monotonic=True),
+    privacy.PermuteAndFlip(0.5),
     privacy.KnownProfile((0.5, 1.0), (1e-3, 1e-6)),
     privacy.ZeroConcentrated(0.01, 1e-6),
     privacy.FinitePair((0.5, 0.5), (0.25, 0.75)),
@@ -421,6 +439,26 @@ NAN = float("nan")
         (lambda: SubsampledJL(1.0, 10**8, 0.1), "must be at most 10000000"),
         (lambda: SubsampledJL(0.01, 16, 0.1), "noise_multiplier=0.01 must be at least 0.05"),
         (lambda: privacy.Laplace(1e-3), "privacy.Laplace: noise_multiplier=0.001 must be at least 0.01"),
+        (lambda: privacy.DiscreteLaplace(1.0, 101), "noise_scale=1.0 must be at least a hundredth"),
+        (lambda: privacy.DiscreteLaplace(1.0, 1.0), "sensitivity=1.0 must be an integer"),
+        (lambda: privacy.DiscreteGaussian(1.0, 21), "noise_stddev=1.0 must be at least 0.1, and at least a twentieth"),
+        (lambda: privacy.DiscreteGaussian(2e5), r"noise_stddev=200000.0 must lie in \(0, 100000\]"),
+        (lambda: privacy.PoissonSampled(3, 0.1), "PoissonSampled: event=3 must be an event"),
+        (lambda: privacy.PoissonSampled(Gaussian(1.0), 1e-8), "sampling_probability=1e-08 must lie in"),
+        (
+            lambda: privacy.PoissonSampled(SubsampledGaussian(1.0, 0.1), 0.1),
+            "has no known price on a sample under",
+        ),
+        (lambda: privacy.PoissonSampled(privacy.RandomizedResponse(1.0), 0.1), "on a sample under replace one example"),
+        (lambda: privacy.PoissonSampled(privacy.PermuteAndFlip(1.0, False, REPLACE_ONE), 0.1), "must be one of Gauss"),
+        (lambda: privacy.PoissonSampled(privacy.DiscreteLaplace(1.0, 1, REPLACE_ONE), 0.1), "an even sensitivity"),
+        (lambda: privacy.GaussianMixture(1.0, (1.0,), (0.5, 0.5)), "1 sensitivities and 2 probabilities"),
+        (lambda: privacy.GaussianMixture(1.0, (-1.0, 1.0), (0.5, 0.5)), "must be 0 or larger"),
+        (lambda: privacy.GaussianMixture(1.0, (0.0, 1.0), (0.5, 0.4)), "must be probabilities that add up"),
+        (lambda: privacy.GaussianMixture(1.0, (0.0, 1.0), (1.0, 0.0)), "must be above 0 with a probability"),
+        (lambda: privacy.GaussianMixture(1.0, (0.0, 21.0), (0.5, 0.5)), "noise_stddev=1.0 must lie in"),
+        (lambda: privacy.ExponentialMechanism(51.0), "ExponentialMechanism: epsilon=51.0 must lie in"),
+        (lambda: privacy.PermuteAndFlip(1.0, 1), "PermuteAndFlip: monotonic=1 must be True or False"),
         (lambda: privacy.RandomizedResponse(0.0), "epsilon=0.0 must be greater than 0"),
         (lambda: privacy.RandomizedResponse(0.1, 1), "num_answers=1 must be an integer of at least 2"),
         (lambda: privacy.ZeroConcentrated(0.0), r"ZeroConcentrated: rho=0.0 must lie in \(0, 100\]"),
@@ -528,3 +566,37 @@ def test_lattice_of_a_heavy_tail_stays_within_the_free_bounds(name):
 def test_engine_that_cannot_resolve_a_list_says_so():
     with pytest.raises(ValueError, match="Use method='auto'"):
         privacy.compose([(privacy.Laplace(1.0), 3)], "contour").epsilon(1e-5)
+
+
+def test_banded_steps_where_an_example_is_replaced_cost_the_reduced_steps():
+    banded = privacy.BandedGaussian(0.8, 0.01, 5, neighboring_relation=REPLACE_ONE)
+    assert epsilon(banded, 100) == epsilon(SubsampledGaussian(0.8, 0.05, REPLACE_ONE), 20)
+
+
+def test_replaced_row_of_a_sampled_covariance_costs_what_quadrature_finds_for_the_worst_angle():
+    """Two unit rows at an angle: their matrices have the scalar product cos², and lie in a plane with 0."""
+    noise, q, x = 0.7, 0.2, np.linspace(-9, 10, 1201)  # noise over sqrt(2)
+    profile = privacy.compose([(privacy.NoisyCovariance(noise, q, REPLACE_ONE), 1)])
+    first, second = np.meshgrid(x, x, indexing="ij")
+    length, mass = 1 / (noise * 2**0.5), (x[1] - x[0]) ** 2 * norm.pdf(first) * norm.pdf(second)
+    worst = np.zeros(3)
+    for angle in np.linspace(0.1, np.pi / 2, 6):
+        product = np.cos(angle) ** 2
+        sides = [length * (c * first + s * second) for c, s in ((1.0, 0.0), (product, (1 - product**2) ** 0.5))]
+        p, other = (mass * (1 - q + q * np.exp(side - length**2 / 2)) for side in sides)
+        found = [np.maximum(p - np.exp(target) * other, 0).sum() for target in (0.0, 0.1, 0.5)]
+        worst = np.maximum(worst, found)
+    for target, delta in zip((0.0, 0.1, 0.5), worst, strict=True):
+        low, high = profile.delta(target)
+        assert low * 0.999 <= delta <= high
+        assert high < 2 * low
+    assert epsilon(privacy.NoisyCovariance(noise, 1.0, REPLACE_ONE), 3) == epsilon(Gaussian(noise), 3)
+
+
+def test_a_sample_mixes_the_pair_and_agrees_with_the_event_of_its_own():
+    pair = privacy.FinitePair((0.7, 0.3), (0.4, 0.6))
+    mixed = privacy.FinitePair((0.25 * 0.7 + 0.75 * 0.4, 0.25 * 0.3 + 0.75 * 0.6), (0.4, 0.6))
+    assert epsilon(privacy.PoissonSampled(pair, 0.25), 9) == pytest.approx(epsilon(mixed, 9))
+    for relation in privacy.NeighboringRelation:
+        sampled = privacy.PoissonSampled(Gaussian(1.0, relation), 0.1)
+        assert epsilon(sampled, 9) == epsilon(SubsampledGaussian(1.0, 0.1, relation), 9)

@@ -24,6 +24,7 @@ from ..pairs.base import DiscretizablePair, DominatingPair, PairBounds
 from ..pairs.gaussian import LARGEST_SHIFT, SubsampledGaussianPair
 from ..pairs.group import GroupPair
 from . import contour
+from .adaptive import MOST_RELEASES, SMALLEST_DELTA, AdaptiveCurve
 from .combine import (
     BoundedCurve,
     CappedCurve,
@@ -44,6 +45,7 @@ Steps = Sequence[tuple[DominatingPair, int]]
 METHODS = ("auto", "contour", "lattice")
 MOST_DISTINCT = 1000  # different Gaussian steps that are composed one by one
 MOST_MERGED = 16  # different pairs that are composed by merged outcomes
+FURTHEST = 200.0  # ε for which choices among a family are not looked at
 FEW_PARTS = 3  # that bound the others from below where the engines' own bound is trivial
 
 
@@ -55,7 +57,17 @@ def curves(steps: Sequence[tuple[DominatingPair | PairBounds, int]], method: str
         return _curves(steps, method)  # pyright: ignore[reportArgumentType]
     upper = [(pair.upper if isinstance(pair, PairBounds) else pair, count) for pair, count in steps]
     lower = [curve for realizable in _realizable(steps) for curve in _curves(realizable, method)]
-    return (Envelope(_curves(upper, method), lower),)
+    return (Envelope([_adaptive(curve, steps, method) for curve in _curves(upper, method)], lower),)
+
+
+def _adaptive(curve: Curve, steps: Sequence[tuple[DominatingPair | PairBounds, int]], method: str) -> Curve:
+    """Returns an upper curve, cut at what adaptive choices from a family of pairs cost where all steps have one."""
+    (pair, count), *others = steps
+    if others or method != "auto" or not isinstance(pair, PairBounds) or not pair.family:
+        return curve
+    if not 1 < count <= MOST_RELEASES or curve.epsilon_high(SMALLEST_DELTA) > FURTHEST:
+        return curve
+    return CappedCurve(curve, AdaptiveCurve(pair.family, count, curve))
 
 
 def _realizable(steps: Sequence[tuple[DominatingPair | PairBounds, int]]) -> list[Steps]:

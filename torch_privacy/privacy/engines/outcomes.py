@@ -129,6 +129,7 @@ class Grid(NamedTuple):
 
     def ends(self, low: float, high: float, spreads: Sequence[Spread]) -> Array:
         """Returns the ends of cells from low to high, at each place as narrow as around the center that asks for it."""
+        high = high if high > low else low + spreads[0][1]  # one loss alone has a cell, too
         grids = [center + self.cuts(low - center, high - center, scale) for center, scale in spreads]
         if len(grids) == 1:
             return grids[0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ...support.units import ONE_EXAMPLE, check_unit
 from ...support.validate import InvalidValue, whole
 from ..pairs.base import DominatingPair
-from .base import MAX_COUNT, Event, NeighboringRelation, check_noise, check_removal, priced
+from .base import MAX_COUNT, Event, NeighboringRelation, check_noise, check_relation, priced
 from .gaussian import SubsampledGaussian, check_probability
 
 WHOLE = 1e-9  # relative rounding of a product that is 1
@@ -32,7 +32,8 @@ class BandedGaussian(Event):
         sampling_probability: q, the mean batch size over the number of examples; q b is at most 1.
         bands: b, at least 1. With 1, a step is a `SubsampledGaussian`.
         run: number of the release with which these steps begin in their ledger; a run with new keys is another one.
-        neighboring_relation: add/remove one example by default, or zero-out.
+        neighboring_relation: add/remove one example by default. Under replace-one both examples have the same class,
+            and the reduced steps are those of `SubsampledGaussian` under this relation: noise over 2 C.
 
     Guarantees:
         - the price of the reduced steps, exactly; it holds wherever the run stops, and for steps that depend on what
@@ -75,7 +76,7 @@ class BandedGaussian(Event):
                 where, "bands", self.bands,
                 f"times sampling_probability={self.sampling_probability!r} must be at most 1: at most {largest} bands.",
             )  # fmt: skip
-        check_removal(where, self.neighboring_relation)
+        check_relation(where, self.neighboring_relation)
         check_unit(where, unit=self.unit)
 
     def reduced(self, count: int) -> tuple[SubsampledGaussian, int]:

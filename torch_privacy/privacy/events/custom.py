@@ -18,7 +18,7 @@ def _is_finite(value: object) -> bool:
     return type(value) in (int, float) and abs(value) <= LARGEST  # pyright: ignore[reportArgumentType]
 
 
-def _check_numbers(where: str, **values: tuple[float, ...]) -> None:
+def check_numbers(where: str, **values: tuple[float, ...]) -> None:
     """Raises a ``ValueError`` unless every value is a tuple of one or more finite numbers."""
     for name, value in values.items():
         if not isinstance(value, tuple) or not value or not all(map(_is_finite, value)):
@@ -56,7 +56,7 @@ class KnownProfile(Event):
     sampler = "the release's own"
 
     def __post_init__(self) -> None:
-        _check_numbers("KnownProfile", epsilons=self.epsilons, deltas=self.deltas)
+        check_numbers("KnownProfile", epsilons=self.epsilons, deltas=self.deltas)
         if len(self.epsilons) != len(self.deltas):
             raise ValueError(
                 f"KnownProfile: got {len(self.epsilons)} epsilons and {len(self.deltas)} deltas. Pass as many."
@@ -98,7 +98,7 @@ class FinitePair(Event):
     sampler = "the release's own"
 
     def __post_init__(self) -> None:
-        _check_numbers("FinitePair", p=self.p, q=self.q)
+        check_numbers("FinitePair", p=self.p, q=self.q)
         if len(self.p) != len(self.q):
             raise ValueError(f"FinitePair: p has {len(self.p)} outcomes and q has {len(self.q)}.")
         for name, masses in (("p", self.p), ("q", self.q)):

@@ -166,7 +166,10 @@ class PairBounds:
     Args:
         upper: a pair that dominates the event in both directions.
         lower: pairs that some neighboring data sets attain; may be empty.
+        family: pairs, one of which dominates the event whatever the examples are; may be empty. Several releases then
+            cost less than with ``upper``.
     """
 
     upper: DominatingPair
     lower: tuple[DominatingPair, ...] = ()
+    family: tuple[DominatingPair, ...] = ()
