@@ -145,7 +145,9 @@ def main() -> None:
             start = time.perf_counter()
             found = tp.audit_loop(loop)
             mistakes = ", ".join(test.name for test in found.mistakes) or "none"
-            print(f"{loop.__name__:22} p = {found.p_value:8.2g}  {time.perf_counter() - start:5.1f} s  found: {mistakes}")
+            print(
+                f"{loop.__name__:22} p = {found.p_value:8.2g}  {time.perf_counter() - start:5.1f} s  found: {mistakes}"
+            )
         return
     start = time.perf_counter()
     p_values = np.array([tp.audit_loop(right).p_value for _ in range(arguments.right)])

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .sampling.examples import Examples as Examples
     from .sampling.fingerprint import matches_fingerprint as matches_fingerprint
     from .sampling.owners import at_most as at_most
+    from .sampling.text_canaries import TextCanaries as TextCanaries
     from .support.validate import Refused as Refused
     from .training.audit import audit as audit
     from .training.averaging import MovingAverage as MovingAverage
@@ -94,6 +95,7 @@ _HOME = {
     "Spent": "training",
     "StepLog": "training.callbacks",
     "TensorBoardCallback": "training.monitors",
+    "TextCanaries": "sampling.text_canaries",
     "Truncated": "training.sampling",
     "at_most": "sampling.owners",
     "audit": "training.audit",

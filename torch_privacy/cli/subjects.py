@@ -73,10 +73,11 @@ def function_named(command: str, name: str) -> Callable[..., Any]:
 
 
 def made_by(command: str, name: str, returned: str) -> tuple[Any, ...]:
-    """Returns what the function ``package.module:factory`` returns, as a tuple; see `function_named`.
+    """Returns what the function ``package.module:factory`` returns, as a tuple.
 
     Args:
-        command, name: as there.
+        command: as for `function_named`.
+        name: as there.
         returned: the values that it must return, in words.
 
     Raises:

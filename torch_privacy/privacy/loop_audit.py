@@ -240,7 +240,7 @@ TESTS: dict[str, tuple[Callable[[LoopReleases], float], str]] = {
     ),
     "multiples": (
         sizes_divisible,
-        "batch sizes are multiples of one number, as when ranks have equal masks. Give each rank a generator of its own.",
+        "batch sizes are multiples of one number, as if ranks have equal masks. Give each rank its own generator.",
     ),
     "spread of batch sizes": (
         sizes_spread,
@@ -249,7 +249,7 @@ TESTS: dict[str, tuple[Callable[[LoopReleases], float], str]] = {
     ),
     "divisor": (
         divisor_follows_the_batch,
-        "the release is divided by the real batch size, which shows who else joined. Divide by the expected batch size.",
+        "the divisor follows the real batch size, which shows who else joined. Divide by the expected batch size.",
     ),
 }
 

@@ -110,7 +110,7 @@ def audit_loop(
         >>> audit_loop(loop).is_rejected
         False
 
-    Source: M. Nasr et al. (2023), arXiv 2302.07956, for canaries with gradients that do not overlap; the tests are ours.
+    Source: Nasr et al. (2023), arXiv 2302.07956, for canaries with gradients that do not overlap; the tests are ours.
     """
     whole("audit_loop", runs=runs, at_least=1)
     strictly_between("audit_loop", 0, 1, significance=significance)
@@ -134,7 +134,7 @@ def _released(returned: Any, trial: LoopTrial) -> np.ndarray:
     if releases.shape != expected or not np.isfinite(releases).all():
         raise Refused(
             f"audit_loop: the loop returned {releases.shape[0]} gradients with {releases.shape[1]} entries each, "
-            f"{int((~np.isfinite(releases)).sum())} of them not finite; must be {expected[0]} with {expected[1]} finite "
-            "ones. Return a copy of the weight's gradient of every step, after the noise was added."
+            f"{int((~np.isfinite(releases)).sum())} of them not finite; must be {expected[0]} with {expected[1]} "
+            "finite ones. Return a copy of the weight's gradient of every step, after the noise was added."
         )
     return releases
