@@ -116,7 +116,11 @@ def simulated(count: int, runs: int, steps: int, n: int, q: float) -> np.ndarray
 
 @pytest.mark.parametrize(
     ("count", "runs", "steps", "n", "q"),
-    [(200, 2, 8, 12, 0.5), (200, 1, 12, 12, 0.25), pytest.param(300, 2, 64, 64, 0.5, marks=pytest.mark.thorough)],
+    [
+        (200, 2, 8, 12, 0.5),
+        pytest.param(200, 1, 12, 12, 0.25, marks=pytest.mark.thorough),
+        pytest.param(300, 2, 64, 64, 0.5, marks=pytest.mark.thorough),
+    ],
 )
 def test_p_values_of_right_loops_are_rarely_small(count, runs, steps, n, q):
     """Each is at most s with probability at most s; the limits are passed by chance once in 1e8."""

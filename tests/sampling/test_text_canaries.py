@@ -142,7 +142,7 @@ def test_text_canaries_audit_a_language_model():
     [
         ({"length": 0}, "length"),
         ({"count": 0}, "count"),
-        ({"prefix": []}, "0 tokens of a prefix"),
+        ({"prefix": []}, r"prefix=\[\]"),
         ({"alphabet": [3]}, "two or more"),
         ({"alphabet": [3, 3, 4]}, "differ"),
     ],

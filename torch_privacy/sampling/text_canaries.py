@@ -81,8 +81,8 @@ class TextCanaries(Dataset):
         self.prefix, self.alphabet = (torch.as_tensor(list(ids), dtype=torch.int64) for ids in (prefix, alphabet))
         if not len(self.prefix) or len(self.alphabet.unique()) < max(2, len(self.alphabet)):
             raise ValueError(
-                f"TextCanaries: got {len(self.prefix)} tokens of a prefix and alphabet={self.alphabet.tolist()}; must be at "
-                "least one token, and two or more tokens that differ."
+                f"TextCanaries: prefix={self.prefix.tolist()} and alphabet={self.alphabet.tolist()}: must be one "
+                "or more tokens, and two or more that differ."
             )
         seed = secrets.randbits(256) if test_seed is None else test_seed
         self.length, self._example, self._rng = length, example, np.random.Generator(np.random.PCG64DXSM(seed))
