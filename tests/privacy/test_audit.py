@@ -187,7 +187,10 @@ def test_the_bound_by_sums_exceeds_the_claim_if_and_only_if_sums_reject_it(mu):
     rng = np.random.default_rng(round(10 * mu))
     audit = audit_scores(*gaussian_game(rng, 1000, mu), ONE_GAUSSIAN, disjoint=True)
     assert audit.sums is not None
-    rejected = audit.sums.reject(ONE_GAUSSIAN.tradeoffs["symmetrized"].low, audit.significance)
+    curve = ONE_GAUSSIAN.tradeoffs["symmetrized"].low
+    rejected = audit.sums.reject(curve, audit.significance)
+    alone = audit_scores(audit.inside, audit.outside, ONE_GAUSSIAN)
+    assert audit.p_value == min(1.0, 2 * min(alone.p_value, audit.sums.p_value(curve)))
     assert (audit.epsilon_sums() > 0.98 * ONE_GAUSSIAN.epsilon(1e-5).high) == rejected
 
 
