@@ -14,15 +14,12 @@ from torch_privacy.privacy.audit_bounds import (
     AuditPlan,
     Errors,
     Guesses,
-    Sums,
-    _accuracy,
     gaussian_bound,
     interpolated,
     p_value,
     plan,
-    plan_block,
-    sums,
 )
+from torch_privacy.privacy.audit_sums import Sums, _accuracy, plan_block, sums
 from torch_privacy.privacy.tradeoff import EpsilonDelta, Gaussian
 
 ONE_GAUSSIAN = privacy.compose([(privacy.Gaussian(1.0), 1)])
@@ -209,6 +206,11 @@ def test_sums_find_a_signal_that_guesses_do_not():
     scores = gaussian_game(rng, 2000, 1.3)
     assert audit_scores(*scores, ONE_GAUSSIAN, disjoint=True).is_rejected
     assert not audit_scores(*scores, ONE_GAUSSIAN).is_rejected
+
+
+def test_equal_sums_are_decided_by_coins():
+    found = sums(np.zeros(3000), np.zeros(3100), 1)
+    assert abs(found.num_right - 1500) < 5.5 * np.sqrt(750)
 
 
 def test_sums_of_few_or_lopsided_canaries_show_nothing():

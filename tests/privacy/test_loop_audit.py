@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from scipy.stats import binom
+from scipy.stats import binom, chi2, t
 
 import torch_privacy as tp
 from torch_privacy.privacy.loop_audit import TESTS, LoopReleases, judge, sizes_spread
@@ -127,6 +127,61 @@ def test_p_values_of_right_loops_are_rarely_small(count, runs, steps, n, q):
     p_values = simulated(count, runs, steps, n, q)
     for s in (0.3, 0.1, 0.03, 0.01):
         assert ((p_values <= s).sum(0) <= binom.ppf(1 - 1e-8, count, s)).all()
+
+
+SIGMA, FACTOR = 0.02, 3.0
+
+
+def few_releases(steps: int, n: int, seed: int = 0) -> tuple[LoopReleases, np.ndarray, np.ndarray]:
+    """Returns releases of one run with q = 1/2, the entries in units of a canary's part, and the masks."""
+    rng = np.random.default_rng(seed)
+    joined = rng.random((steps, n)) < 0.5
+    entries = joined + SIGMA * rng.standard_normal((steps, n))
+    return LoopReleases(FACTOR * entries[None], 0.5, SIGMA), entries, joined
+
+
+def test_the_size_of_the_noise_is_tested_against_a_part_that_is_surely_not_too_large():
+    seen, entries, joined = few_releases(1, 40)
+    part = entries[joined].mean() / (1 + 8 * SIGMA / np.sqrt(joined.sum()))
+    expected = chi2.cdf((entries[~joined] ** 2).sum() / (part * SIGMA) ** 2, (~joined).sum())
+    assert TESTS["size of the noise"][0](seen) == pytest.approx(2 * expected)  # of all steps, and of each of one
+
+
+def test_the_correlation_of_noise_has_students_law():
+    seen, entries, joined = few_releases(2, 30)
+    one, other = entries[:, ~joined.any(0)]
+    r = (one @ other) / np.sqrt((one @ one) * (other @ other))
+    free = len(one) - 1  # without an intercept
+    assert TESTS["fresh noise"][0](seen) == pytest.approx(2 * t.sf(abs(r) * np.sqrt(free / (1 - r**2)), free))
+
+
+def test_the_trend_with_the_batch_size_is_that_of_least_squares():
+    seen, entries, joined = few_releases(6, 20)
+    k = joined.sum(1)
+    means = (entries * joined).sum(1) / k
+    slope = np.polynomial.polynomial.polyfit(k, means, 1, w=np.sqrt(k))[1]
+    variance = 1 / (k * (k - np.average(k, weights=k)) ** 2).sum()
+    spread = np.sqrt((entries[~joined] ** 2).mean())
+    expected = 2 * t.sf(abs(slope) / (spread * np.sqrt(variance)), (~joined).sum())
+    assert TESTS["divisor"][0](seen) == pytest.approx(expected)
+
+
+def test_counts_are_tested_by_binomial_tails_times_the_number_of_pairs():
+    n, steps = 9, 6
+    _, entries, joined = few_releases(2 * steps, n)
+    seen = LoopReleases(entries.reshape(2, steps, n), 0.5, SIGMA)
+    alike = (joined[:, None] == joined[None]).sum(2)[np.triu_indices(2 * steps, 1)]
+    p_values = {name: test(seen) for name, (test, _) in TESTS.items()}
+    assert p_values["pairs of steps"] == pytest.approx(len(alike) * binom.sf(alike.max() - 1, n, 0.5))
+    runs = [joined[:steps].T, joined[steps:].T]
+    most = max((own[:, None] == own[None]).sum(2)[np.triu_indices(n, 1)].max() for own in runs)
+    assert p_values["pairs of examples"] == pytest.approx(2 * 36 * binom.sf(most - 1, steps, 0.5))
+    once = sum((own.reshape(n, steps // 2, 2).sum(2) == 1).sum() for own in runs)
+    assert p_values["once in an epoch"] == pytest.approx(binom.sf(once - 1, n * steps, 0.5))
+    assert p_values["sampling probability"] == pytest.approx(binom.sf(joined.sum() - 1, joined.size, 0.5))
+    law = binom.pmf(np.arange(n + 1), n, 0.5)
+    tails = [binom.sf((joined.sum(1) % r == 0).sum() - 1, 2 * steps, law[::r].sum()) for r in range(2, 9)]
+    assert p_values["multiples"] == pytest.approx(7 * min(tails))
 
 
 @pytest.mark.parametrize("q", [0.5, 0.3])

@@ -2,7 +2,7 @@
 """Provides the result of an audit: what the scores of canaries say about a certified privacy claim."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,20 +14,18 @@ from .audit_bounds import (
     AuditPlan,
     Guesses,
     Outcome,
-    Sums,
     errors,
     ideal_errors,
     ideal_guesses,
-    ideal_sums,
     interpolated,
     p_value,
     plan,
-    plan_block,
     rejected_family,
-    sums,
 )
+from .audit_sums import Sums, ideal_sums, plan_block, sums
 from .bracket import Array
 from .compose import Profile
+from .tradeoff import PiecewiseLinear
 from .tradeoff.base import rates
 
 SHARES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # of the planned number of guesses, which the test of the claim tries
@@ -123,13 +121,13 @@ class Audit:
         """
         delta = self.delta if delta is None else delta
         strictly_between("Audit.epsilon_low", 0, 1, delta=delta)
-        return self._bound(self.outcome, delta)
+        return self._bound_by(self.outcome, delta)
 
     def epsilon_ideal(self, delta: float | None = None) -> float:
         """Returns the lower bound that the ideal attack would reach on average, if the claim is exact."""
         delta = self.delta if delta is None else delta
         strictly_between("Audit.epsilon_ideal", 0, 1, delta=delta)
-        return self._bound(self._ideal, delta)
+        return self._bound_by(self._ideal, delta)
 
     def epsilon_sums(self, delta: float | None = None) -> float:
         """Returns a lower bound on ε at δ by sums of scores, usually much larger than ``epsilon_low``; see `Sums`.
@@ -140,7 +138,9 @@ class Audit:
         """
         delta = self.delta if delta is None else delta
         strictly_between("Audit.epsilon_sums", 0, 1, delta=delta)
-        return 0.0 if self.sums is None else self._bound(self.sums, delta)
+        if (found := self.sums) is None:
+            return 0.0
+        return self._bound(lambda curve: found.reject(curve, self.significance), delta)
 
     def epsilon_any(self, delta: float | None = None) -> float:
         """Returns a lower bound on ε at δ that assumes no family of mechanisms; see `Guesses.epsilon_low`."""
@@ -152,8 +152,11 @@ class Audit:
             return ideal_errors(self.profile, self.num_canaries)
         return ideal_guesses(self.profile, self.num_canaries, self.plan)
 
-    def _bound(self, outcome: Outcome, delta: float) -> float:
-        rejected = rejected_family(self.profile, outcome, self.significance)
+    def _bound_by(self, outcome: Outcome, delta: float) -> float:
+        return self._bound(lambda curve: outcome.reject(interpolated(curve), self.significance), delta)
+
+    def _bound(self, rejects: Callable[[PiecewiseLinear], bool], delta: float) -> float:
+        rejected = rejected_family(self.profile, rejects)
         return 0.0 if rejected is None else rejected.epsilon(delta).low
 
     def roc(self) -> tuple[Array, Array]:

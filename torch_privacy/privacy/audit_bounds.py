@@ -18,15 +18,12 @@ from .bracket import Array
 from .compose import Profile, compose
 from .events.base import Event
 from .events.gaussian import Gaussian
-from .tradeoff import PiecewiseLinear, TradeOff, bayes_accuracy, of_profile, tensor
+from .tradeoff import PiecewiseLinear, of_profile
 
 SMALLEST_P = 1e-9  # smaller ones would be rounded too coarsely
 PER_DOUBLING = 64  # scales of the noise that are tried, from one to its double
 LEAST_EXPONENT, LARGEST_EXPONENT = -4 * PER_DOUBLING, 10 * PER_DOUBLING  # of these scales
 PIECES = 64  # of a trade-off function with scaled noise; fewer make a smaller, still correct bound
-PIECES_OF_PRODUCT = 96  # of the trade-off function of a block
-FEWEST_BLOCKS = 8
-LARGEST_SCORE = 1e300
 STEPS = 30  # of a bisection
 FALSE_ALARMS = (*np.geomspace(1e-4, 0.5, 24),)  # rates among which the number of guesses is planned
 USUAL_RATE = 0.05  # of false alarms, if no rate shows anything
@@ -124,87 +121,15 @@ class Errors(NamedTuple):
 
     def _upper(self, significance: float) -> tuple[float, float]:
         return (
-            _clopper_pearson(self.num_false_alarms, self.num_outside, significance / 2),
-            _clopper_pearson(self.num_missed, self.num_inside, significance / 2),
+            clopper_pearson(self.num_false_alarms, self.num_outside, significance / 2),
+            clopper_pearson(self.num_missed, self.num_inside, significance / 2),
         )
 
 
-class Sums(NamedTuple):
-    """The outcome of blocks of canaries with scores independent of each other: which half has the larger sum?
-
-    A block has ``block`` canaries that were in and as many that were out, put together at random; it is right if the
-    sum of the scores of those that were in is larger. Sums of many scores are nearly normal, whatever a score is.
-    """
-
-    num_blocks: int
-    block: int
-    num_right: int
-
-    def reject(self, curve: TradeOff, significance: float) -> bool:
-        """True if a claim has so many blocks right with a probability of at most ``significance``; see `p_value`."""
-        return self.p_value(curve) <= significance
-
-    def p_value(self, curve: TradeOff) -> float:
-        """Returns the probability of as many right blocks, at most, under a claim with this trade-off function f.
-
-        Proof: coins are fair and blocks are drawn at random, so given the two halves A and B of a block, A in and B out
-        is as likely as the reverse. These two hypotheses are products of 2g pairs of distributions, g the size of a
-        half, and each pair is f-DP in both directions: together they are no easier to tell apart than ``f^(⊗ 2g)``. A
-        guess at one of two equally likely hypotheses is right with a probability of at most ``(1 + TV)/2``, TV = δ(0)
-        of that product. Blocks are independent, so the number of right ones is at most binomial.
-
-        Args:
-            curve: symmetric f; a lower bound on the true one makes the test more cautious.
-        """
-        return float(binom.sf(self.num_right - 1, self.num_blocks, _accuracy(curve, self.block)))
+Outcome = Guesses | Errors
 
 
-Outcome = Guesses | Errors | Sums
-
-
-def _squared(curve: TradeOff) -> TradeOff:
-    return tensor(curve, curve, pieces=PIECES_OF_PRODUCT).low
-
-
-def _accuracy(curve: TradeOff, block: int) -> float:
-    """Returns an upper bound on the probability that a block is right; its size is a power of two."""
-    product = _squared(curve)
-    for _ in range(block.bit_length() - 1):
-        product = _squared(product)
-    return bayes_accuracy(product, 0.5)
-
-
-def plan_block(profile: Profile, num_canaries: int) -> int:
-    """Returns the size of half a block, a power of two, that serves the ideal attack on the claim best."""
-    product, block, best = _squared(profile.tradeoffs["symmetrized"].low), 1, (0.0, 1)
-    while (blocks := num_canaries // (2 * block)) >= FEWEST_BLOCKS:
-        right = min(round(blocks * bayes_accuracy(product, 0.5)), blocks)
-        missed = _clopper_pearson(blocks - right, blocks, USUAL_RATE)
-        best = max(best, (-NORMAL.inv_cdf(missed) / math.sqrt(block) if missed < 1 else 0.0, block))
-        product, block = _squared(product), 2 * block
-    return best[1]
-
-
-def ideal_sums(profile: Profile, num_canaries: int, block: int) -> Sums:
-    """Returns the counts that no attack exceeds on average, if the claim holds."""
-    blocks = num_canaries // (2 * block)
-    return Sums(blocks, block, round(blocks * _accuracy(profile.tradeoffs["symmetrized"].low, block)))
-
-
-def sums(inside: Array, outside: Array, block: int) -> Sums:
-    """Returns in how many blocks, drawn at random, the scores inside have the larger sum; ties are decided by coins."""
-    rng, count = np.random.default_rng(), min(len(inside), len(outside)) // block
-    halves = [_sums_of_blocks(rng.permutation(side)[: count * block], block) for side in (inside, outside)]
-    larger = np.where(halves[0] == halves[1], rng.random(count) < 0.5, halves[0] > halves[1])
-    return Sums(count, block, int(larger.sum()))
-
-
-def _sums_of_blocks(scores: Array, block: int) -> Array:
-    """Returns the sum of each block of scores; infinite ones count as numbers that no finite ones outweigh."""
-    return np.clip(scores, -LARGEST_SCORE, LARGEST_SCORE).reshape(-1, block).sum(1)
-
-
-def _clopper_pearson(count: int, total: int, significance: float) -> float:
+def clopper_pearson(count: int, total: int, significance: float) -> float:
     """Returns an upper bound on a probability that an event with ``count`` of ``total`` occurrences has."""
     return 1.0 if count >= total else float(beta.ppf(1 - significance, count + 1, total - count))
 
@@ -321,7 +246,6 @@ def gaussian_bound(outcome: Outcome, significance: float = 0.05) -> float:
     """Returns the largest μ for which a Gaussian trade-off function is rejected."""
     if isinstance(outcome, Errors):
         return outcome.mu(significance)
-    assert isinstance(outcome, Guesses)
     low, high = 0.0, 64.0
     for _ in range(20):
         middle = (low + high) / 2
@@ -348,17 +272,12 @@ def interpolated(curve: PiecewiseLinear) -> TradeOffFunction:
     return f
 
 
-def _form(curve: PiecewiseLinear, outcome: Outcome) -> Any:
-    """Returns the curve as the outcome's test takes it."""
-    return curve if isinstance(outcome, Sums) else interpolated(curve)
-
-
-def rejected_family(profile: Profile, outcome: Outcome, significance: float) -> Profile | None:
-    """Returns the claim with the smallest noise that is rejected; None if none is."""
+def rejected_family(profile: Profile, rejects: Callable[[PiecewiseLinear], bool]) -> Profile | None:
+    """Returns the claim with the smallest noise and a trade-off function that is rejected; None if none is."""
     events = tuple(profile.events)
 
     def rejected(exponent: int) -> bool:
-        return outcome.reject(_form(_curve(events, exponent), outcome), significance)
+        return rejects(_curve(events, exponent))
 
     low, high, step = LEAST_EXPONENT, LEAST_EXPONENT, PER_DOUBLING
     if rejected(0):
