@@ -99,11 +99,13 @@ def compare(name: str, epsilon: float, runs: int, steps: int) -> None:
     audits = [tp.audit(train, examples, tp.GradientCanaries(count)) for _ in range(runs)]
     ideals = [ideal(audits[0], rng) for _ in range(max(runs, 40))]
     found, best = (np.array([audit.epsilon_low() for audit in group]) for group in (audits, ideals))
+    sums = np.array([audit.epsilon_sums() for audit in audits])
     event, _ = audits[0].profile.events[0]
     print(
         f"{name:6} epsilon {audits[0].profile.epsilon(DELTA).high:.3f}  noise {event.noise_multiplier:.3f}  "  # type: ignore[attr-defined]
         f"m {count}  guesses {sum(audits[0].plan or ())}  bound {found.mean():.3f} ± {found.std() / runs**0.5:.3f}  "
         f"ideal {best.mean():.3f} ± {best.std() / len(best) ** 0.5:.3f}  ratio {found.mean() / best.mean():.3f}  "
+        f"by sums {sums.mean():.3f} ± {sums.std() / runs**0.5:.3f}  "
         f"rejected {sum(audit.is_rejected for audit in audits)} of {runs}",
         flush=True,
     )
@@ -114,12 +116,16 @@ def false_alarms(runs: int) -> None:
     make, load, count, batch_size = NETWORKS["adult"]
     examples = examples_of(load)
     train = trainer(make, batch_size, 20, noise_multiplier=0.7)
-    rejected = above = 0
+    rejected = above = above_by_sums = 0
     for _ in range(runs):
         audit = tp.audit(train, examples, tp.GradientCanaries(count))
         rejected += audit.is_rejected
         above += audit.epsilon_low() > audit.profile.epsilon(DELTA).high
-    print(f"honest runs {runs}: claim rejected in {rejected}, bound above the certified epsilon in {above}")
+        above_by_sums += audit.epsilon_sums() > audit.profile.epsilon(DELTA).high
+    print(
+        f"honest runs {runs}: claim rejected in {rejected}, bound above the certified epsilon in {above}, by sums in "
+        f"{above_by_sums}"
+    )
 
 
 def records(count: int, runs: int, steps: int) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .model_check import check as check
     from .privacy.audit import Audit as Audit
     from .privacy.audit import audit_scores as audit_scores
+    from .privacy.loop_audit import LoopAudit as LoopAudit
     from .privacy.search import Found as Found
     from .privacy.search import search_privately as search_privately
     from .report.model_card import model_card as model_card
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .sampling.caps import at_most as at_most
     from .sampling.examples import Examples as Examples
     from .sampling.fingerprint import matches_fingerprint as matches_fingerprint
+    from .sampling.text_canaries import TextCanaries as TextCanaries
     from .support.validate import Refused as Refused
     from .training.audit import audit as audit
     from .training.averaging import MovingAverage as MovingAverage
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from .training.canaries import Observed as Observed
     from .training.correlation import Banded as Banded
     from .training.loop import PrivateTraining as PrivateTraining
+    from .training.loop_trial import LoopTrial as LoopTrial
+    from .training.loop_trial import audit_loop as audit_loop
     from .training.monitors import LoggingCallback as LoggingCallback
     from .training.monitors import TensorBoardCallback as TensorBoardCallback
     from .training.pca import PrivatePCA as PrivatePCA
@@ -78,6 +82,8 @@ _HOME = {
     "Groups": "mechanisms.clipping",
     "Jacobian": "jacobian",
     "LoggingCallback": "training.monitors",
+    "LoopAudit": "privacy.loop_audit",
+    "LoopTrial": "training.loop_trial",
     "MicroBatches": "mechanisms.clipping",
     "MovingAverage": "training",
     "Observed": "training.canaries",
@@ -91,10 +97,12 @@ _HOME = {
     "Spent": "training",
     "StepLog": "training.callbacks",
     "TensorBoardCallback": "training.monitors",
+    "TextCanaries": "sampling.text_canaries",
     "Truncated": "training.sampling",
     "Verification": "runs.verify",
     "at_most": "sampling.caps",
     "audit": "training.audit",
+    "audit_loop": "training.loop_trial",
     "audit_scores": "privacy.audit",
     "check": "model_check",
     "estimate_norms": "mechanisms.estimated_norms",

@@ -175,3 +175,49 @@ def test_numbers_of_an_audit_that_was_changed_are_refused(trained, tmp_path, cap
     capsys.readouterr()
     assert run(["report", str(tmp_path / "run"), "--out", str(tmp_path / "all.html")]) == 2
     assert "audit.json" in capsys.readouterr().err
+
+
+LOOPS = """
+import torch
+
+def right(trial, divisor=None):
+    generator, released = torch.Generator().manual_seed(trial.seed), []
+    for _ in range(trial.num_steps):
+        joined = torch.rand(trial.num_examples, generator=generator) < trial.sampling_probability
+        noise = trial.noise_multiplier * torch.randn(trial.num_examples, generator=generator)
+        released.append((joined + noise) / (divisor or (lambda _: trial.expected_batch_size))(joined))
+    return released
+
+def wrong(trial):
+    return right(trial, divisor=lambda joined: joined.sum())
+
+number = 3
+"""
+
+
+def test_a_loop_of_any_library_is_audited(tmp_path, capsys, monkeypatch):
+    (tmp_path / "foreign_loops.py").write_text(LOOPS)
+    monkeypatch.chdir(tmp_path)
+    code, content = audited(capsys, "--loop", "foreign_loops:right")
+    assert (code, content["rejected"], content["significance"]) == (0, False, 1e-6)
+    assert run(["audit", "--loop", "foreign_loops:wrong"]) == 1
+    shown = capsys.readouterr().out
+    assert "REJECTED" in shown
+    assert "expected batch size" in shown
+    assert not (tmp_path / "audits").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "--loop"),
+        (["--loop", "foreign_loops"], "package.module:function"),
+        (["--loop", "foreign_loops:number"], "must name a function"),
+        (["adult", "--loop", "foreign_loops:right", "--canaries", "3"], "Leave out RUN, --canaries"),
+    ],
+)
+def test_odd_loops_are_refused(arguments, named, tmp_path, capsys, monkeypatch):
+    (tmp_path / "foreign_loops.py").write_text(LOOPS)
+    monkeypatch.chdir(tmp_path)
+    assert run(["audit", *arguments]) == 2
+    assert named in " ".join(capsys.readouterr().err.split())

@@ -10,8 +10,17 @@ from scipy.stats import binom, norm
 
 from torch_privacy import privacy
 from torch_privacy.privacy.audit import Audit, audit_scores
-from torch_privacy.privacy.audit_bounds import AuditPlan, Errors, Guesses, gaussian_bound, interpolated, p_value, plan
-from torch_privacy.privacy.tradeoff import EpsilonDelta
+from torch_privacy.privacy.audit_bounds import (
+    AuditPlan,
+    Errors,
+    Guesses,
+    gaussian_bound,
+    interpolated,
+    p_value,
+    plan,
+)
+from torch_privacy.privacy.audit_sums import Sums, _accuracy, plan_block, sums
+from torch_privacy.privacy.tradeoff import EpsilonDelta, Gaussian
 
 ONE_GAUSSIAN = privacy.compose([(privacy.Gaussian(1.0), 1)])
 # m, r, v; Steinke et al. at delta 0 and 1e-5; Mahloujifar et al. in the Gaussian family, as epsilon at delta 1e-5.
@@ -123,6 +132,100 @@ def test_the_plan_does_not_depend_on_the_scores_and_fits_the_canaries():
                 scaled = planned.scaled(share, count)
                 assert 1 <= sum(scaled) <= count
                 assert min(scaled) >= 0
+
+
+@pytest.mark.parametrize("block", [1, 2, 8])
+@pytest.mark.parametrize("mu", [0.1, 1.0, 3.0])
+def test_the_accuracy_of_sums_of_gaussian_scores_has_a_closed_form(mu, block):
+    """The sum of 2g scores, half of them with the sign changed, has the mean g mu or -g mu and the variance 2g."""
+    exact = norm.cdf(mu * np.sqrt(block / 2))
+    assert _accuracy(Gaussian(mu), block) == pytest.approx(exact, abs=1e-12)
+    curve = privacy.compose([(privacy.Gaussian(1 / mu), 1)]).tradeoffs["symmetrized"].low
+    assert exact <= _accuracy(curve, block) + 1e-12 <= exact + 0.05 * (1 - exact) + 1e-6
+
+
+@pytest.mark.parametrize("epsilon", [0.3, 2.0])
+def test_the_accuracy_of_pairs_of_randomized_responses_has_a_closed_form(epsilon):
+    """A guess at which of two canaries is in is right as often as an answer is true; equal answers are guessed."""
+    assert _accuracy(EpsilonDelta(epsilon, 0.0), 1) == pytest.approx(1 / (1 + np.exp(-epsilon)), abs=1e-9)
+
+
+@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("seen", [lambda s: s, np.exp, np.sign, lambda s: np.where(s > 2, np.inf, s)])
+def test_sums_reject_an_honest_claim_no_more_often_than_stated(block, seen):
+    """Whatever an attack makes of the scores, and whoever has the larger group."""
+    rng, runs = np.random.default_rng(4), 1000
+    accuracy = _accuracy(Gaussian(1.0), block)
+    games = (gaussian_game(rng, 120, 1.0) for _ in range(runs))
+    outcomes = [sums(seen(inside), seen(outside), block) for inside, outside in games]
+    p_values = np.array([binom.sf(found.num_right - 1, found.num_blocks, accuracy) for found in outcomes])
+    for s in (0.2, 0.05):
+        assert (p_values <= s).sum() <= binom.ppf(1 - 1e-7, runs, s)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("noise", "q", "steps"), [(0.7, 0.05, 20), (0.3, 0.01, 10)])
+def test_sums_of_rarely_sampled_canaries_reject_no_more_often_than_stated(noise, q, steps):
+    """The bound on epsilon exceeds the claim only if the claim is rejected."""
+    profile = privacy.compose([(privacy.SubsampledGaussian(noise, q), steps)])
+    block, rng, runs = plan_block(profile, 400), np.random.default_rng(6), 400
+    accuracy, rejected = _accuracy(profile.tradeoffs["symmetrized"].low, block), 0
+    for _ in range(runs):
+        coins = rng.random(400) < 0.5
+        x = (coins & (rng.random((steps, 400)) < q)) / noise + rng.standard_normal((steps, 400))
+        scores = np.log1p(q * np.expm1((x - 0.5 / noise) / noise)).sum(0)
+        found = sums(scores[coins], scores[~coins], block)
+        rejected += binom.sf(found.num_right - 1, found.num_blocks, accuracy) <= 0.05
+    assert rejected <= binom.ppf(1 - 1e-7, runs, 0.05)
+
+
+@pytest.mark.parametrize("mu", [0.9, 1.0, 1.3])
+def test_the_bound_by_sums_exceeds_the_claim_if_and_only_if_sums_reject_it(mu):
+    rng = np.random.default_rng(round(10 * mu))
+    audit = audit_scores(*gaussian_game(rng, 1000, mu), ONE_GAUSSIAN, disjoint=True)
+    assert audit.sums is not None
+    curve = ONE_GAUSSIAN.tradeoffs["symmetrized"].low
+    rejected = audit.sums.reject(curve, audit.significance)
+    alone = audit_scores(audit.inside, audit.outside, ONE_GAUSSIAN)
+    assert audit.p_value == min(1.0, 2 * min(alone.p_value, audit.sums.p_value(curve)))
+    assert (audit.epsilon_sums() > 0.98 * ONE_GAUSSIAN.epsilon(1e-5).high) == rejected
+
+
+def test_sums_show_more_than_guesses():
+    rng = np.random.default_rng(1)
+    audit = audit_scores(*gaussian_game(rng, 2000, 1.0), ONE_GAUSSIAN, disjoint=True)
+    assert audit.epsilon_low() < audit.epsilon_sums() < ONE_GAUSSIAN.epsilon(1e-5).high
+    assert audit.epsilon_sums() > 0.75 * ONE_GAUSSIAN.epsilon(1e-5).high
+    assert f"show {audit.epsilon_sums():.3f}" in str(audit)
+    assert json.loads(json.dumps(audit.as_json()))["sums"] == audit.sums._asdict()
+    assert audit_scores(audit.inside, audit.outside, ONE_GAUSSIAN).epsilon_sums() == 0.0
+
+
+def test_sums_find_a_signal_that_guesses_do_not():
+    rng = np.random.default_rng(3)
+    scores = gaussian_game(rng, 2000, 1.3)
+    assert audit_scores(*scores, ONE_GAUSSIAN, disjoint=True).is_rejected
+    assert not audit_scores(*scores, ONE_GAUSSIAN).is_rejected
+
+
+def test_equal_sums_are_decided_by_coins():
+    found = sums(np.zeros(3000), np.zeros(3100), 1)
+    assert abs(found.num_right - 1500) < 5.5 * np.sqrt(750)
+
+
+def test_sums_of_few_or_lopsided_canaries_show_nothing():
+    assert sums(np.ones(3), np.zeros(0), 1) == Sums(0, 1, 0)
+    audit = audit_scores(np.ones(3), np.zeros(0), ONE_GAUSSIAN, disjoint=True)
+    assert (audit.p_value, audit.epsilon_sums()) == (1.0, 0.0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("noise", "q", "steps", "expected"), [(1.0, 1.0, 1, 1), (0.7, 0.05, 20, 4), (0.3, 0.001, 100, 16)]
+)
+def test_scores_are_added_where_few_of_them_show_much(noise, q, steps, expected):
+    """Of rarely sampled canaries, one in many has a large score; a sum of 2g of them is nearly normal."""
+    assert plan_block(privacy.compose([(privacy.SubsampledGaussian(noise, q), steps)]), 4000) == expected
 
 
 def test_bounds_of_several_deltas_come_from_one_noise():

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import one_backward_per_example
+from scipy.stats import binom
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 from trainings import private_training
 
 import torch_privacy as tp
 from torch_privacy.sampling.canaries import WithCanaries
+from torch_privacy.training.audit import _are_disjoint
 
 FEATURES, CLASSES = 6, 3
 
@@ -136,6 +138,40 @@ def test_under_balls_and_bins_it_is_that_of_the_epochs():
     assert observed.log_ratio is not None
     assert observed.log_ratio.allclose(expected, rtol=1e-4, atol=1e-5)
     assert audit.epsilon_low() <= audit.profile.epsilon(1e-5).high
+
+
+def gep() -> tp.GEP:
+    return tp.GEP(tp.AnchorSubspace(torch.randn(20, FEATURES), 5), tp.Flat(1.0), tp.Flat(1.0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "canaries", "expected"),
+    [
+        (dict, tp.GradientCanaries(40), True),
+        (lambda: {"sampling": tp.BallsAndBins()}, tp.GradientCanaries(40), True),
+        (lambda: {"sampling": tp.Truncated(most=60)}, tp.GradientCanaries(40), False),
+        (lambda: {"clipping": gep()}, tp.GradientCanaries(40), False),
+        (dict, examples(40, seed=1), False),
+    ],
+)
+@pytest.mark.every_case
+def test_scores_are_added_only_where_they_do_not_depend_on_each_other(settings, canaries, expected):
+    data, model = WithCanaries(examples(60), canaries, np.ones(40, bool)), network()
+    training = private_training(model, Watched(model), data, **Trainer(**settings()).settings)
+    assert _are_disjoint(training, data) == expected
+
+
+@pytest.mark.thorough
+def test_sums_reject_honest_trainings_no_more_often_than_stated():
+    audits = [
+        tp.audit(Trainer(test_seed=seed), examples(60), tp.GradientCanaries(40), test_seed=seed, num_guesses=(5, 5))
+        for seed in range(60)
+    ]
+    curve = audits[0].profile.tradeoffs["symmetrized"].low
+    outcomes = [audit.sums for audit in audits if audit.sums is not None]
+    assert len(outcomes) == 60
+    rejected = sum(outcome.reject(curve, 0.05) for outcome in outcomes)
+    assert rejected <= binom.ppf(1 - 1e-6, 60, 0.05)
 
 
 def test_gradient_canaries_have_the_largest_gradient_that_is_allowed_and_do_not_disturb_each_other():

@@ -3,7 +3,7 @@
 
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -12,6 +12,7 @@ from torch_privacy.cli._shared import AsJson, app, folder_named, naming, print_r
 REJECTED = 1
 STOPPED = "stopped-"  # how the ledgers of audits that were stopped begin
 USUAL_DELTA = 1e-5
+USUAL_SIGNIFICANCE, STRICT_SIGNIFICANCE = 0.05, 1e-6
 SCORES = {
     "type": "object",
     "required": ["inside", "outside"],
@@ -19,7 +20,7 @@ SCORES = {
 }
 
 Subject = Annotated[
-    str,
+    str | None,
     typer.Argument(
         help="Folder of a run of train, to be repeated with canaries; an experiment; or "
         "package.module:factory, a function that returns (train, dataset) as for torch_privacy.audit.",
@@ -27,11 +28,19 @@ Subject = Annotated[
         show_default=False,
     ),
 ]
+Loop = Annotated[
+    str | None,
+    typer.Option(
+        help="Instead of RUN: package.module:function, a training loop of any library as for torch_privacy.audit_loop.",
+        metavar="LOOP",
+    ),
+]
 Canaries = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="Number of gradient canaries; or a .npz or .safetensors file with one array for each part of an example.",
         metavar="NUMBER|FILE",
+        show_default="1000",
     ),
 ]
 Scores = Annotated[
@@ -42,9 +51,17 @@ Scores = Annotated[
     ),
 ]
 HowScored = Annotated[
-    str, typer.Option(help="gradient: the attacker sees every release; loss: only the final model.", metavar="HOW")
+    str | None,
+    typer.Option(
+        help="gradient: the attacker sees every release; loss: only the final model.",
+        metavar="HOW",
+        show_default="gradient",
+    ),
 ]
-Significance = Annotated[float, typer.Option(help="Probability of a false alarm, in (0, 1).")]
+Significance = Annotated[
+    float | None,
+    typer.Option(help="Probability of a false alarm, in (0, 1).", show_default="0.05; 1e-06 with --loop"),
+]
 AuditDelta = Annotated[
     float | None, typer.Option(help="Delta at which epsilon is shown.", show_default="the training's")
 ]
@@ -65,10 +82,11 @@ AuditOut = Annotated[
 
 @app.command()
 def audit(
-    run: Subject,
-    canaries: Canaries = "1000",
-    score: HowScored = "gradient",
-    significance: Significance = 0.05,
+    run: Subject = None,
+    loop: Loop = None,
+    canaries: Canaries = None,
+    score: HowScored = None,
+    significance: Significance = None,
     delta: AuditDelta = None,
     epochs: AuditEpochs = None,
     scores: Scores = None,
@@ -79,9 +97,17 @@ def audit(
 
     Trains once more, with canaries that fair coins put into the data, and guesses the coins. The exit code is 1 if the
     ledger's claim is rejected. The audited training spends epsilon on the same data, and its model is not kept.
+
+    With --loop, tests a training loop of any library from outside, on data of the audit's own.
     """
+    if loop is not None:
+        options = {"RUN": run, "--canaries": canaries, "--score": score, "--delta": delta, "--epochs": epochs}
+        _of_loop(loop, {**options, "--scores": scores, "--out": out}, significance, as_json)
+    if run is None:
+        raise ValueError("audit: name a RUN, or a loop of any library by --loop package.module:function.")
     from torch_privacy.report import audit as page
 
+    canaries, score, significance = canaries or "1000", score or "gradient", _given(significance, USUAL_SIGNIFICANCE)
     if scores is not None:
         result = _of_scores(Path(run), scores, significance, delta)
         folder = out
@@ -101,6 +127,28 @@ def audit(
         lines.append(("report", str(folder / "report.html")))
     print_result(content, lines, as_json)
     raise typer.Exit(REJECTED if content["rejected"] else 0)
+
+
+def _given(value: float | None, usual: float) -> float:
+    return usual if value is None else value
+
+
+def _of_loop(loop: str, others: dict[str, Any], significance: float | None, as_json: bool) -> NoReturn:
+    """Audits a loop of any library, prints the tests, and ends the command."""
+    from torch_privacy import audit_loop
+    from torch_privacy.cli.subjects import function_named, is_factory
+
+    if given := [name for name, value in others.items() if value is not None]:
+        raise ValueError(f"audit: --loop brings data and settings of its own. Leave out {', '.join(given)}.")
+    if not is_factory(loop):
+        raise ValueError(f"audit: --loop {loop!r} must be package.module:function.")
+    result = audit_loop(function_named("audit", loop), significance=_given(significance, STRICT_SIGNIFICANCE))
+    content = result.as_json()
+    verdict = "REJECTED: it does not do what it claims" if result.is_rejected else "nothing was found"
+    lines = [("loop", verdict), ("p-value, all tests", f"{result.p_value:.2g}")]
+    lines += [(test.name, f"p = {test.p_value:.2g}") for test in result.tests]
+    print_result(content, lines + [("mistake", text) for text in content["mistakes"]], as_json)
+    raise typer.Exit(REJECTED if result.is_rejected else 0)
 
 
 def _default_folder(run: str) -> Path:

@@ -54,22 +54,36 @@ def is_factory(name: str) -> bool:
     return bool(colon) and factory.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
+def function_named(command: str, name: str) -> Callable[..., Any]:
+    """Returns the function ``package.module:function``, in a module that may be in the current folder.
+
+    Args:
+        command: the command that asks, for messages.
+        name: names the function.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    module_name, _, attribute = name.partition(":")
+    module = _import(command, name, module_name)
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ValueError(f"{command}: {name!r} must name a function; {module.__name__} has none called {attribute!r}.")
+    return function
+
+
 def made_by(command: str, name: str, returned: str) -> tuple[Any, ...]:
     """Returns what the function ``package.module:factory`` returns, as a tuple.
 
     Args:
-        command: the command that asks, for messages.
-        name: names the function; its module may be in the current folder.
+        command: as for `function_named`.
+        name: as there.
         returned: the values that it must return, in words.
 
     Raises:
         ValueError: If there is no such function without arguments.
     """
-    module_name, _, factory = name.partition(":")
-    module = _import(command, name, module_name)
-    function = getattr(module, factory, None)
-    if not callable(function):
-        raise ValueError(f"{command}: {name!r} must name a function; {module.__name__} has none called {factory!r}.")
+    function = function_named(command, name)
     try:
         signature(function).bind()
     except (TypeError, ValueError):

@@ -2,7 +2,7 @@
 """Provides the result of an audit: what the scores of canaries say about a certified privacy claim."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,8 +22,10 @@ from .audit_bounds import (
     plan,
     rejected_family,
 )
+from .audit_sums import Sums, ideal_sums, plan_block, sums
 from .bracket import Array
 from .compose import Profile
+from .tradeoff import PiecewiseLinear
 from .tradeoff.base import rates
 
 SHARES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # of the planned number of guesses, which the test of the claim tries
@@ -41,12 +43,13 @@ class Audit:
         significance: probability of a false alarm, of the test and of the lower bound each.
         plan: number of guesses, fixed before the scores were seen; None if every canary had a run of its own.
         notes: what limits the result, in words.
+        block: canaries in half a block; their scores are added. None if a score may depend on other canaries' coins.
 
     Guarantees:
         - If the claim holds, ``p_value`` is at most s with probability at most s, for every s.
         - If the claim holds, ``epsilon_low(delta)`` exceeds the true ε with probability at most ``significance``, at
-          one δ or at several: all come from one bound on the noise.
-        - Both hold for every way to compute scores that does not look at the coins.
+          one δ or at several: all come from one bound on the noise. ``epsilon_sums(delta)`` has the same guarantee.
+        - All hold for every way to compute scores that does not look at the coins.
 
     A small lower bound shows nothing: one run and one attack find less than there is.
     """
@@ -58,6 +61,7 @@ class Audit:
     plan: AuditPlan | None
     notes: tuple[str, ...] = ()
     delta: float = 1e-5
+    block: int | None = None
 
     @property
     def num_canaries(self) -> int:
@@ -77,6 +81,11 @@ class Audit:
         """The counts of the game: guesses in one run, or errors in independent runs."""
         return errors(self.inside, self.outside) if self.plan is None else self._guesses(self.plan)
 
+    @cached_property
+    def sums(self) -> Sums | None:
+        """The counts of blocks with the larger sum of scores inside; None if scores depend on other canaries."""
+        return None if self.block is None else sums(self.inside, self.outside, self.block)
+
     def _guesses(self, planned: AuditPlan) -> Guesses:
         num_in, num_out = planned
         coins = self._order
@@ -85,7 +94,14 @@ class Audit:
 
     @cached_property
     def p_value(self) -> float:
-        """The p-value of the claim's own certified trade-off curve, corrected for the numbers of guesses tried."""
+        """The p-value of the claim's own certified trade-off curve, corrected for the tests that are tried."""
+        if self.sums is None:
+            return self._p_value_of_outcome
+        of_sums = self.sums.p_value(self.profile.tradeoffs["symmetrized"].low)
+        return min(1.0, 2 * min(self._p_value_of_outcome, of_sums))
+
+    @property
+    def _p_value_of_outcome(self) -> float:
         claimed = interpolated(self.profile.tradeoffs["symmetrized"].low)
         if self.plan is None:
             return p_value(claimed, self.outcome)
@@ -105,13 +121,26 @@ class Audit:
         """
         delta = self.delta if delta is None else delta
         strictly_between("Audit.epsilon_low", 0, 1, delta=delta)
-        return self._bound(self.outcome, delta)
+        return self._bound_by(self.outcome, delta)
 
     def epsilon_ideal(self, delta: float | None = None) -> float:
         """Returns the lower bound that the ideal attack would reach on average, if the claim is exact."""
         delta = self.delta if delta is None else delta
         strictly_between("Audit.epsilon_ideal", 0, 1, delta=delta)
-        return self._bound(self._ideal, delta)
+        return self._bound_by(self._ideal, delta)
+
+    def epsilon_sums(self, delta: float | None = None) -> float:
+        """Returns a lower bound on ε at δ by sums of scores, usually much larger than ``epsilon_low``; see `Sums`.
+
+        Sums show more than guesses because canaries are independent of each other: the test assumes that no score
+        depends on other canaries' coins, which holds for `GradientCanaries` and for runs of their own. The bound is in
+        the same family as ``epsilon_low``. It is 0 where the assumption is not made.
+        """
+        delta = self.delta if delta is None else delta
+        strictly_between("Audit.epsilon_sums", 0, 1, delta=delta)
+        if (found := self.sums) is None:
+            return 0.0
+        return self._bound(lambda curve: found.reject(curve, self.significance), delta)
 
     def epsilon_any(self, delta: float | None = None) -> float:
         """Returns a lower bound on ε at δ that assumes no family of mechanisms; see `Guesses.epsilon_low`."""
@@ -123,8 +152,11 @@ class Audit:
             return ideal_errors(self.profile, self.num_canaries)
         return ideal_guesses(self.profile, self.num_canaries, self.plan)
 
-    def _bound(self, outcome: Outcome, delta: float) -> float:
-        rejected = rejected_family(self.profile, outcome, self.significance)
+    def _bound_by(self, outcome: Outcome, delta: float) -> float:
+        return self._bound(lambda curve: outcome.reject(interpolated(curve), self.significance), delta)
+
+    def _bound(self, rejects: Callable[[PiecewiseLinear], bool], delta: float) -> float:
+        rejected = rejected_family(self.profile, rejects)
         return 0.0 if rejected is None else rejected.epsilon(delta).low
 
     def roc(self) -> tuple[Array, Array]:
@@ -163,12 +195,18 @@ class Audit:
             "epsilon_low_any_mechanism": self.epsilon_any(),
             "epsilon_low_ideal": self.epsilon_ideal(),
         }
+        of_sums: dict[str, Any] = {}
+        if self.sums is not None:
+            ideal = ideal_sums(self.profile, self.num_canaries, self.sums.block)
+            of_sums = {"sums": self.sums._asdict(), "sums_ideal": ideal._asdict()}
+            epsilons["epsilon_low_sums"] = self.epsilon_sums()
         return {
             "num_canaries": self.num_canaries,
             "num_inside": len(self.inside),
             "games": "independent" if self.plan is None else "one run",
             "outcome": self.outcome._asdict(),
             "outcome_ideal": self._ideal._asdict(),
+            **of_sums,
             "significance": self.significance,
             "p_value": self.p_value,
             "rejected": self.is_rejected,
@@ -192,6 +230,9 @@ class Audit:
             f"epsilon is at least {self.epsilon_low():.3f} ({confidence} confidence, this data and this attack); the "
             f"ideal attack with as many canaries would show {self.epsilon_ideal():.3f}"
         )
+        if self.sums is not None:
+            right = f"{self.sums.num_right} of {self.sums.num_blocks}"
+            bound += f"; sums of scores, right in {right} blocks, show {self.epsilon_sums():.3f}"
         return " ".join([f"{self._counts()}: {verdict}; {bound}.", *self.notes])
 
     def _counts(self) -> str:
@@ -215,6 +256,7 @@ def audit_scores(
     delta: float = 1e-5,
     num_guesses: tuple[int, int] | None = None,
     independent: bool = False,
+    disjoint: bool = False,
     notes: Sequence[str] = (),
 ) -> Audit:
     """Audits a game of one's own: canaries that fair coins put into the data of one run, and their scores.
@@ -229,6 +271,8 @@ def audit_scores(
             serves the ideal attack on the claimed mechanism best.
         independent: every canary had a run of its own, with its own noise. That shows much more than one run does:
             error rates are bounded by Clopper and Pearson's intervals, at a threshold chosen on half of the games.
+        disjoint: no score depends on other canaries' coins, as with `GradientCanaries`, or with runs of their own. Then
+            sums of scores are tested, too; see ``Audit.epsilon_sums``.
         notes: printed with the result.
 
     Returns:
@@ -270,4 +314,5 @@ def audit_scores(
         planned = AuditPlan(*num_guesses)
         whole("audit_scores", num_in=planned.num_in, num_out=planned.num_out)
         whole("audit_scores", num_guesses=sum(planned), at_least=1, at_most=num_canaries)
-    return Audit(scores[0], scores[1], profile, significance, planned, tuple(notes), delta)
+    block = plan_block(profile, num_canaries) if disjoint or independent else None
+    return Audit(scores[0], scores[1], profile, significance, planned, tuple(notes), delta, block)

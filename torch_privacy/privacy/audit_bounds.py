@@ -121,15 +121,15 @@ class Errors(NamedTuple):
 
     def _upper(self, significance: float) -> tuple[float, float]:
         return (
-            _clopper_pearson(self.num_false_alarms, self.num_outside, significance / 2),
-            _clopper_pearson(self.num_missed, self.num_inside, significance / 2),
+            clopper_pearson(self.num_false_alarms, self.num_outside, significance / 2),
+            clopper_pearson(self.num_missed, self.num_inside, significance / 2),
         )
 
 
 Outcome = Guesses | Errors
 
 
-def _clopper_pearson(count: int, total: int, significance: float) -> float:
+def clopper_pearson(count: int, total: int, significance: float) -> float:
     """Returns an upper bound on a probability that an event with ``count`` of ``total`` occurrences has."""
     return 1.0 if count >= total else float(beta.ppf(1 - significance, count + 1, total - count))
 
@@ -272,12 +272,12 @@ def interpolated(curve: PiecewiseLinear) -> TradeOffFunction:
     return f
 
 
-def rejected_family(profile: Profile, outcome: Outcome, significance: float) -> Profile | None:
-    """Returns the claim with the smallest noise that is rejected; None if none is."""
+def rejected_family(profile: Profile, rejects: Callable[[PiecewiseLinear], bool]) -> Profile | None:
+    """Returns the claim with the smallest noise and a trade-off function that is rejected; None if none is."""
     events = tuple(profile.events)
 
     def rejected(exponent: int) -> bool:
-        return outcome.reject(interpolated(_curve(events, exponent)), significance)
+        return rejects(_curve(events, exponent))
 
     low, high, step = LEAST_EXPONENT, LEAST_EXPONENT, PER_DOUBLING
     if rejected(0):

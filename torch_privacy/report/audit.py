@@ -52,7 +52,16 @@ def lines(content: dict[str, Any]) -> list[tuple[str, str]]:
         ("guesses of the ideal attack", _counts(content["outcome_ideal"])),
         ("area under the curve", f"{content['area_under_curve']:.3f}"),
     ]
+    if "sums" in content:
+        shown[4:4] = [("at least, by sums of scores", _down(content["epsilon_low_sums"]))]
+        shown.append(
+            ("blocks of canaries", f"{_blocks(content['sums'])}; no attack beats {_blocks(content['sums_ideal'])}")
+        )
     return shown
+
+
+def _blocks(counts: dict[str, int]) -> str:
+    return f"{counts['num_right']} of {counts['num_blocks']} right"
 
 
 def _up(epsilon: float | None) -> str:

@@ -198,13 +198,16 @@ AUDIT = record(
         "epsilon_low": EPSILON,
         "epsilon_low_any_mechanism": EPSILON,
         "epsilon_low_ideal": EPSILON,
+        "sums": OUTCOME,
+        "sums_ideal": OUTCOME,
+        "epsilon_low_sums": EPSILON,
         "area_under_curve": RATE,
         "roc": CURVE,
         "claimed_curve": CURVE,
         "notes": TEXTS,
         **DIGESTS,
     },
-    optional=tuple(DIGESTS),
+    optional=(*DIGESTS, "sums", "sums_ideal", "epsilon_low_sums"),
     closed=True,
 )
 ROW_RESULTS = record(  # of a row that is computed

@@ -11,12 +11,14 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..mechanisms.gep.settings import BGEP, GEP
 from ..privacy.audit import Audit, audit_scores
 from ..sampling.canaries import GradientCanaries, WithCanaries
 from ..sampling.examples import Examples
 from ..support.validate import Refused, one_of
 from .canaries import CanaryScores, Observed
 from .loop import PrivateTraining
+from .sampling import Truncated
 
 USUAL_DELTA = 1e-5
 MANY = 0.1  # share of the examples above which canaries change what is learned
@@ -67,6 +69,8 @@ def audit(
         - Sampling probability and divisor do not depend on the coins. A canary that is out is left out of its batches,
           as if it were not in the data.
         - The ledger and the statement of the run say that it is an audit.
+        - With `GradientCanaries` and ``score="gradient"``, sums of scores are tested, too: no canary's score depends on
+          the coins of others. Not with `Truncated` batches, GEP and B-GEP, where it may.
         - The attacker knows all other examples and when they were sampled, which does not change the claim: examples
           are sampled independently.
 
@@ -122,8 +126,19 @@ def audit(
         significance=significance,
         delta=delta,
         num_guesses=num_guesses,
+        disjoint=score == "gradient" and _are_disjoint(training, data),
         notes=notes,
     )
+
+
+def _are_disjoint(training: PrivateTraining, data: WithCanaries) -> bool:
+    """True if the score of no canary depends on the coins of others, should the ledger's claim hold.
+
+    `Truncated` batches leave canaries out because of others; the directions of GEP are shared.
+    """
+    settings = training.settings
+    apart = not isinstance(settings.sampling, Truncated) and not isinstance(settings.unscheduled, GEP | BGEP)
+    return apart and not data.are_records
 
 
 def _checked(returned: Any, data: WithCanaries) -> PrivateTraining:
