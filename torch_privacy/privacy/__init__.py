@@ -19,7 +19,8 @@ from .approximate import sampled_epsilon as sampled_epsilon
 from .approximate import scaled_epsilon as scaled_epsilon
 from .approximate import strong_composition as strong_composition
 from .bracket import Bracket as Bracket
-from .calibrate import Budget as Budget
+from .budget import Budget as Budget
+from .budget import DataBudget as DataBudget
 from .calibrate import calibrate as calibrate
 from .calibrate import calibrate_schedule as calibrate_schedule
 from .calibrate import fewest_projections as fewest_projections
