@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from .model_check import check as check
     from .privacy.audit import Audit as Audit
     from .privacy.audit import audit_scores as audit_scores
+    from .privacy.budget import Budget as Budget
     from .privacy.search import Found as Found
     from .privacy.search import search_privately as search_privately
     from .report.model_card import model_card as model_card
+    from .sampling.budget_data import bind_data as bind_data
     from .sampling.canaries import GradientCanaries as GradientCanaries
     from .sampling.examples import Examples as Examples
     from .sampling.fingerprint import matches_fingerprint as matches_fingerprint
@@ -64,6 +66,7 @@ _HOME = {
     "BGEP": "mechanisms.gep",
     "BallsAndBins": "training.sampling",
     "Banded": "training.correlation",
+    "Budget": "privacy.budget",
     "Callback": "training.callbacks",
     "Checkup": "model_check",
     "ClippingRule": "mechanisms.clipping",
@@ -93,6 +96,7 @@ _HOME = {
     "at_most": "sampling.owners",
     "audit": "training.audit",
     "audit_scores": "privacy.audit",
+    "bind_data": "sampling.budget_data",
     "check": "model_check",
     "estimate_norms": "mechanisms.estimated_norms",
     "load_secret": "training.secret_file",

@@ -434,12 +434,6 @@ class Reservation:
         if self.run:
             self.budget.settle(self.run, releases, reason=reason, fingerprints=fingerprints)
 
-    def withdraw(self) -> None:
-        """Gives everything back if the run has not begun, as after an error."""
-        drawn = self.drawn
-        if drawn is not None and drawn.status == "reserved":
-            self.settle((), reason="it could not begin")
-
 
 def includes(reserved: Releases, releases: Releases) -> bool:
     """True if releases are part of those reserved, so that they cost no more."""

@@ -3,6 +3,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..support.read_file import shown
@@ -188,6 +189,11 @@ class Ledger:
     def __len__(self) -> int:
         self._settle()
         return len(self._releases)
+
+    @property
+    def path(self) -> Path | None:
+        """Returns the path of the file, if there is one."""
+        return None if self._file is None else self._file.path
 
     @property
     def events(self) -> list[tuple[Event, int]]:
