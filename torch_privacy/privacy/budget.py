@@ -197,9 +197,9 @@ class DataBudget(Budget):
         self._check_fits(self.state, self._checked(releases))
 
     def unknown(self, releases: Iterable[Release]) -> list[Release]:
-        """Returns those releases that no settled run has drawn already."""
-        known = {fingerprint for run in self.state.runs for fingerprint in run.fingerprints}
-        return [release for release in releases if release.fingerprint not in known]
+        """Returns those releases that no settled run has drawn already, by event and fingerprint."""
+        known = {(event, text) for run in self.state.runs for event, _ in run.releases for text in run.fingerprints}
+        return [release for release in releases if (release.event, release.fingerprint) not in known]
 
     def reserve(
         self, releases: Releases, what: str, *, run: str | None = None, ledger: str | os.PathLike[str] | None = None
@@ -266,7 +266,7 @@ class DataBudget(Budget):
             releases: what it has released, as pairs (event, how often); None for all that it has reserved.
             reason: why the run ended before all was released, in words. The reason must be independent of the data,
                 such as a power failure: if outcomes decided, the whole reservation is spent.
-            fingerprints: of the releases, by which `unknown` knows them.
+            fingerprints: of the run's own releases, by which `unknown` knows them. No two releases may share one.
 
         Raises:
             Refused: there is no such run, it is settled, has released more than reserved, or less without a reason.
@@ -297,10 +297,7 @@ class DataBudget(Budget):
         """
         if ledger.run != run:
             raise Refused(f"Budget: this is the ledger of run {ledger.run or '(none)'}, not of {run}.")
-        made = self.unknown(ledger.releases)
-        self.settle(
-            run, counted(made), reason=reason, fingerprints=dict.fromkeys(release.fingerprint for release in made)
-        )
+        self.settle(run, counted(self.unknown(ledger.releases)), reason=reason)
 
     def _create(self) -> None:
         """Makes the file; leaves one alone that another process has made meanwhile."""

@@ -129,10 +129,10 @@ class Account:
         drawn = reservation.drawn
         if drawn is None or drawn.settled is not None:
             return
-        made = reservation.budget.unknown(self._ledger.releases)
-        is_whole = includes(counted(made), drawn.reserved)
-        releases = counted(made) if is_whole or reason else None  # a stop that depends on outcomes gives nothing back
-        reservation.settle(releases, reason=reason, fingerprints=[release.fingerprint for release in made])
+        made = counted(reservation.budget.unknown(self._ledger.releases))
+        releases = made if reason or includes(made, drawn.reserved) else None  # else outcomes may have decided the stop
+        own = self._ledger.releases[len(self._settings.prior_releases) :]
+        reservation.settle(releases, reason=reason, fingerprints=[release.fingerprint for release in own])
 
     def profile(self) -> privacy.Profile:
         """Returns the privacy profile of the releases so far."""
