@@ -15,7 +15,8 @@ from torch_privacy.cli.processes import ALONE, TOGETHER, Processes, is_first, lo
 from torch_privacy.support.validate import InvalidValue
 
 __all__ = [
-    "accounting", "audit", "budget", "explain", "main", "predict", "report", "reproduce", "run", "schema", "search", "train",
+    "accounting", "audit", "budget", "explain", "main", "predict", "report", "reproduce", "run", "schema", "search",
+    "train",
 ]  # fmt: skip
 
 USER_MISTAKE = 2

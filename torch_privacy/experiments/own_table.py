@@ -23,8 +23,8 @@ from torch.utils.data import Subset
 import torch_privacy as tp
 from torch_privacy import privacy, tables
 from torch_privacy.experiments import table_notes
-from torch_privacy.experiments.table_budget import Draft
 from torch_privacy.experiments.study import Study
+from torch_privacy.experiments.table_budget import Draft
 from torch_privacy.experiments.table_settings import TEST_SHARE, Settings
 from torch_privacy.experiments.task import ACCURACY, Score, Task, seeded
 from torch_privacy.runs import metrics as log

@@ -73,7 +73,8 @@ class Budget:
 
         Args:
             path: of the file.
-            epsilon, delta: of the budget. May be left out for a file that exists, and must else be those in it.
+            epsilon: of the budget; may be left out for a file that exists, and must else be the one in it.
+            delta: likewise.
             unit: the word for what is protected, such as "customer"; by default "example".
             neighboring_relation: under which all events must hold; by default zero-out of one example, under which
                 events for add/remove hold, too.
@@ -95,8 +96,8 @@ class Budget:
         if differing:
             kept = ", ".join(f"{name}={getattr(found, name)!r}" for name in given)
             raise Refused(
-                f"Budget.open: {', '.join(differing)}, but {str(path)!r} was made with {kept}. Leave it out: a budget is "
-                "fixed when it is made."
+                f"Budget.open: {', '.join(differing)}, but {str(path)!r} was made with {kept}. Leave it out: a "
+                "budget is fixed when it is made."
             )
         return found
 
@@ -387,8 +388,8 @@ class DataBudget(Budget):
         raise Refused(
             f"Budget: this run does not fit into {str(self.path)!r} (epsilon {self.epsilon:g} at delta = "
             f"{self.delta:g}): {state.epsilon_high:.4g} is drawn, and with this run{how} it would be "
-            f"{further.epsilon_high:.4g}. Nothing was read or released. Add noise, take fewer steps, or settle runs that "
-            f"have ended (torch-privacy budget status {self.path})."
+            f"{further.epsilon_high:.4g}. Nothing was read or released. Add noise, take fewer steps, or settle runs "
+            f"that have ended (torch-privacy budget status {self.path})."
         )
 
 

@@ -16,8 +16,8 @@ from ..support.write_file import write_whole
 from .fingerprint import fingerprint, new_key, read_key
 
 AGAIN = (
-    "Whoever is in both data sets is protected by the sum of both epsilons and both deltas: open a new budget with what "
-    "may still be spent ({command}), or for the new rows alone."
+    "Whoever is in both data sets is protected by the sum of both epsilons and both deltas: open a new budget with "
+    "what may still be spent ({command}), or for the new rows alone."
 )
 
 
@@ -62,8 +62,8 @@ def bind_data(budget: privacy.DataBudget, data: Any, *, num_owners: int | None =
         found = fingerprint(data, key, num_owners=num_owners)
         if found["fingerprint"] is None:
             raise Refused(
-                f"Budget: the data cannot be bound, as they have no fingerprint: {found['not_made_because']}. Bind them "
-                "in another form: budget = tp.bind_data(budget, rows), with an array or a list of rows."
+                f"Budget: the data cannot be bound, as they have no fingerprint: {found['not_made_because']}. Bind "
+                "them in another form: budget = tp.bind_data(budget, rows), with an array or a list of rows."
             )
         write_whole(budget.key_path, lambda file: file.write(key.hex().encode() + b"\n"))
         return found
@@ -95,8 +95,8 @@ def _check_same(budget: privacy.DataBudget, known: Any, data: Any, num_owners: i
     place = f"{str(budget.path)!r}"
     if not budget.key_path.exists():
         raise Refused(
-            f"Budget: {place} is bound to data, but its key {str(budget.key_path)!r} is missing, so that they cannot be "
-            "compared. Restore it from a copy."
+            f"Budget: {place} is bound to data, but its key {str(budget.key_path)!r} is missing, so that they cannot "
+            "be compared. Restore it from a copy."
         )
     key, command = read_key(budget.key_path), f"torch-privacy budget status {budget.path.name}"
     n = known.get("num_examples", len(data))
@@ -104,15 +104,15 @@ def _check_same(budget: privacy.DataBudget, known: Any, data: Any, num_owners: i
         grown = "have grown" if len(data) > n else "are fewer"
         raise Refused(
             f"Budget: {place} is bound to {n} items, and the data {grown}: they have {len(data)}. A budget belongs to "
-            f"one data set, which stays as it is. {AGAIN.format(command=command)} If these are the same rows in another "
-            "form, bind the form that all share: budget = tp.bind_data(budget, rows)."
+            f"one data set, which stays as it is. {AGAIN.format(command=command)} If these are the same rows in "
+            "another form, bind the form that all share: budget = tp.bind_data(budget, rows)."
         )
     found = fingerprint(data, key, known["num_items"])
     if found["key_id"] != known["key_id"]:
         raise Refused(f"Budget: {str(budget.key_path)!r} is the key of another budget. Restore that of {place}.")
     if not hmac.compare_digest(str(found["fingerprint"]), str(known["fingerprint"])):
         raise Refused(
-            f"Budget: the data are not those that {place} is bound to: of {known['num_items']} items that were compared "
-            f"some differ. Pass the same rows, in the same order. If they are the same rows in another form, bind the "
-            f"form that all runs share: budget = tp.bind_data(budget, rows). {AGAIN.format(command=command)}"
+            f"Budget: the data are not those that {place} is bound to: of {known['num_items']} items that were "
+            f"compared some differ. Pass the same rows, in the same order. If they are the same rows in another form, "
+            f"bind the form that all runs share: budget = tp.bind_data(budget, rows). {AGAIN.format(command=command)}"
         )

@@ -133,8 +133,8 @@ def reserve_plan(
         )
     if not ledger.run:
         raise Refused(
-            f"PrivateTraining: the run in {str(ledger.path.parent)!r} was begun without a budget of the data. Resume it "
-            "without budget=, or begin a new run."
+            f"PrivateTraining: the run in {str(ledger.path.parent)!r} was begun without a budget of the data. Resume "
+            "it without budget=, or begin a new run."
         )
     prior = [(release.event, 1) for release in budget.unknown(settings.prior_releases)]
     canaries, owners = examples.canaries, settings.owners
