@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from .privacy.search import Found as Found
     from .privacy.search import search_privately as search_privately
     from .report.model_card import model_card as model_card
-    from .sampling.budget_data import bind_data as bind_data
     from .sampling.canaries import GradientCanaries as GradientCanaries
     from .sampling.examples import Examples as Examples
     from .sampling.fingerprint import matches_fingerprint as matches_fingerprint
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from .support.validate import Refused as Refused
     from .training.audit import audit as audit
     from .training.averaging import MovingAverage as MovingAverage
+    from .training.bound_data import bind_data as bind_data
     from .training.callbacks import Callback as Callback
     from .training.callbacks import StepLog as StepLog
     from .training.canaries import Observed as Observed
@@ -96,7 +96,7 @@ _HOME = {
     "at_most": "sampling.owners",
     "audit": "training.audit",
     "audit_scores": "privacy.audit",
-    "bind_data": "sampling.budget_data",
+    "bind_data": "training.bound_data",
     "check": "model_check",
     "estimate_norms": "mechanisms.estimated_norms",
     "load_secret": "training.secret_file",

@@ -27,8 +27,8 @@ from torch_privacy.noise import Noise
 from torch_privacy.privacy.budget import new_run
 from torch_privacy.privacy.search import search_privately
 from torch_privacy.runs.folder import RunFolder
-from torch_privacy.sampling.budget_data import reserve
 from torch_privacy.support import validate as _check
+from torch_privacy.training.bound_data import reserve
 from torch_privacy.training.statement import CHOICE_OF_SETTINGS
 
 HELD_OUT = 0.1  # share of the private training data on which runs are ranked

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import privacy
-from ..sampling.budget_data import reserve
 from ..support.units import ONE_EXAMPLE
 from ..support.validate import positive, strictly_between, whole
+from ..training.bound_data import reserve
 from .bounds import (
     STANDS_OUT,
     Ends,

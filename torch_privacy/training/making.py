@@ -17,13 +17,13 @@ from .. import privacy
 from ..model_check.requirements import TensorsOf, check_model
 from ..privacy.budget import Reservation
 from ..runs.folder import RunFolder
-from ..sampling.budget_data import reserve
 from ..sampling.examples import Examples
 from ..sampling.item_check import item_check
 from ..support.model_state import attribute_tensors
 from ..support.validate import Refused
 from .accelerate import without_accelerate
 from .agreement import check_ranks
+from .bound_data import reserve
 from .bystanders import OtherOptimizers, OutsideForwards
 from .loop_watch import LoopWatch
 from .machine import Machine

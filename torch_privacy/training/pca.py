@@ -23,11 +23,11 @@ from .. import privacy
 from ..noise import KEY_BYTES, Noise, key_from_test_seed
 from ..privacy.budget import Reservation
 from ..privacy.spent import NOT_PRIVATE, Spent
-from ..sampling.budget_data import reserve
 from ..sampling.samplers import PoissonSampler
 from ..support.ranks import Ranks, num_processes
 from ..support.validate import Refused, one_of, plain_number, positive, strictly_between, whole
 from ..support.version import __version__
+from .bound_data import reserve
 from .second_moment import (
     Array,
     add_symmetric_noise,

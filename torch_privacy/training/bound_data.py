@@ -11,9 +11,9 @@ from typing import Any
 
 from .. import privacy
 from ..privacy.budget import Reservation
+from ..sampling.fingerprint import fingerprint, new_key, read_key
 from ..support.validate import Refused
 from ..support.write_file import write_whole
-from .fingerprint import fingerprint, new_key, read_key
 
 AGAIN = (
     "Whoever is in both data sets is protected by the sum of both epsilons and both deltas: open a new budget with "
