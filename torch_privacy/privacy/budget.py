@@ -395,7 +395,7 @@ class DataBudget(Budget):
 
 @dataclass(frozen=True)
 class Reservation:
-    """What a run has reserved; as a limit of the run, it allows what is part of it.
+    """Holds what a run has reserved; as a limit of the run, it allows what is part of it.
 
     Args:
         budget: from which it is drawn.

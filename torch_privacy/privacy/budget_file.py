@@ -98,7 +98,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class State:
-    """What a budget's file holds.
+    """Holds the content of a budget's file.
 
     Attributes:
         epsilon, delta, unit, neighboring_relation: of the budget.
