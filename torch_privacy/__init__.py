@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .model_check import check as check
     from .privacy.audit import Audit as Audit
     from .privacy.audit import audit_scores as audit_scores
+    from .privacy.budget import Budget as Budget
     from .privacy.loop_audit import LoopAudit as LoopAudit
     from .privacy.search import Found as Found
     from .privacy.search import search_privately as search_privately
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from .support.validate import Refused as Refused
     from .training.audit import audit as audit
     from .training.averaging import MovingAverage as MovingAverage
+    from .training.bound_data import bind_data as bind_data
     from .training.callbacks import Callback as Callback
     from .training.callbacks import StepLog as StepLog
     from .training.canaries import Observed as Observed
@@ -70,6 +72,7 @@ _HOME = {
     "BGEP": "mechanisms.gep",
     "BallsAndBins": "training.sampling",
     "Banded": "training.correlation",
+    "Budget": "privacy.budget",
     "Callback": "training.callbacks",
     "Checkup": "model_check",
     "ClippingRule": "mechanisms.clipping",
@@ -104,6 +107,7 @@ _HOME = {
     "audit": "training.audit",
     "audit_loop": "training.loop_trial",
     "audit_scores": "privacy.audit",
+    "bind_data": "training.bound_data",
     "check": "model_check",
     "estimate_norms": "mechanisms.estimated_norms",
     "load_secret": "training.secret_file",

@@ -8,15 +8,27 @@ from io import TextIOWrapper
 import typer
 from typer.exceptions import TyperException
 
-from torch_privacy.cli import accounting, audit, explain, predict, report, reproduce, schema, search, train, verify
+from torch_privacy.cli import (
+    accounting,
+    audit,
+    budget,
+    explain,
+    predict,
+    report,
+    reproduce,
+    schema,
+    search,
+    train,
+    verify,
+)
 from torch_privacy.cli._options import option_names
 from torch_privacy.cli._shared import app, say
 from torch_privacy.cli.processes import ALONE, TOGETHER, Processes, is_first, lost_rank, num_launched
 from torch_privacy.support.validate import InvalidValue
 
 __all__ = [
-    "accounting", "audit", "explain", "main", "predict", "report", "reproduce", "run", "schema", "search", "train",
-    "verify",
+    "accounting", "audit", "budget", "explain", "main", "predict", "report", "reproduce", "run", "schema", "search",
+    "train", "verify",
 ]  # fmt: skip
 
 USER_MISTAKE = 2

@@ -30,6 +30,16 @@ Projections = Annotated[
     int, typer.Option(help="Random projections by which norms are estimated on stand-in data; 0 for exact norms.")
 ]
 Train = Annotated[bool, typer.Option("--train/--no-train", help="Then train with the best settings on private data.")]
+BudgetPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--budget",
+        parser=folder_named,
+        help="Budget of the data, for --on private: a search that does not fit is refused.",
+        metavar="FILE",
+        show_default="none",
+    ),
+]
 FIXED = "noise_multiplier", "target_epsilon", "delta", "epochs", "seed", "data"  # settings that all tries share
 
 
@@ -74,6 +84,7 @@ def search(
     runs: Runs,
     then_train: Train = True,
     chosen: Annotated[dict[str, Any], Chosen(Settings, FIXED)],
+    budget: BudgetPath = None,
     run: RunPath = None,
     output: CommandOutput,
 ) -> None:
@@ -88,6 +99,8 @@ def search(
         raise ValueError("search: give values to try, as in --learning-rate 0.1 --learning-rate 0.3 --clip-norm 1.")
     if (on == "public") != (stand_in is not None):
         raise ValueError("search: --on public needs --stand-in DIR, and nothing else does.")
+    if budget is not None and on != "private":
+        raise ValueError("search: --budget is for --on private; on other data the choice costs nothing.")
     if {"noise_multiplier", "target_epsilon"} <= chosen.keys():
         raise ValueError("search: --noise-multiplier and --epsilon exclude each other; give one of them.")
     fixed = {name: value for name, value in chosen.items() if name != "data"}
@@ -96,7 +109,7 @@ def search(
 
     candidates = grid(values, tries, chosen.get("seed", 0))
     if on == "private":
-        _search_privately(folder, experiment, candidates, asdict(runs) | chosen, output)
+        _search_privately(folder, experiment, candidates, asdict(runs) | chosen, budget, output)
         return
     public = None if stand_in is None else str(stand_in.absolute())
     best, content = _try(experiment, candidates, projections, public, fixed, quiet=output.silent)
@@ -133,9 +146,11 @@ def _search_privately(
     experiment: str,
     candidates: list[dict[str, Any]],
     settings: dict[str, Any],
+    budget: Path | None,
     output: CommandOutput,
 ) -> None:
     from torch_privacy.experiments.private_search import PrivateSearch
+    from torch_privacy.privacy import Budget
     from torch_privacy.privacy.rounding import round_down, round_up
     from torch_privacy.runs.folder import RunFolder
 
@@ -145,7 +160,7 @@ def _search_privately(
     if not output.silent:
         say(f"searching among {len(candidates)} settings; the number of runs is secret, so no progress is shown")
     with naming(folder):
-        results = job.run(place)
+        results = job.run(place, None if budget is None else Budget.open(budget))
     low, high = (results["epsilon"][side] for side in ("low", "high"))
     lines = [
         ("chosen", _words(results["chosen"])),

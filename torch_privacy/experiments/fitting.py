@@ -54,7 +54,14 @@ def new_training(
     """
     num_steps = number_of_steps(settings, num_units(task))
     model, optimizer, scheduler = new_parts(task, num_steps)
-    arguments: dict[str, Any] = {"clipping": tp.Flat(clip_norm=settings.clip_norm), **task.private(model)}
+    arguments: dict[str, Any] = {
+        "clipping": tp.Flat(clip_norm=settings.clip_norm),
+        "noise_multiplier": settings.noise_multiplier,
+        "target_epsilon": settings.target_epsilon,
+        **task.private(model),
+    }
+    if run_folder is None:  # only to price it
+        arguments.pop("budget", None)
     if projections:
         arguments["clipping"] = _sketched(projections, arguments["clipping"])
     with warnings.catch_warnings():
@@ -65,8 +72,6 @@ def new_training(
             tp.Examples(task.train, views=task.views, **task.owners),
             expected_batch_size=settings.expected_batch_size,
             num_steps=num_steps,
-            noise_multiplier=settings.noise_multiplier,
-            target_epsilon=settings.target_epsilon,
             delta=settings.delta,
             scheduler=scheduler,
             run_folder=run_folder,

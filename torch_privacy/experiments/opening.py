@@ -25,10 +25,13 @@ def create(folder: RunFolder) -> None:
         folder.create()
 
 
-def new_ledger(folder: RunFolder) -> privacy.Ledger:
-    """Returns the ledger of a new run, for what its task releases before the training begins."""
+def new_ledger(folder: RunFolder, run: str = "") -> privacy.Ledger:
+    """Returns the ledger of a new run, for what its task releases before the training begins.
+
+    ``run`` is its name in the budget of the data.
+    """
     folder.create()
-    return privacy.Ledger(folder.ledger)
+    return privacy.Ledger(folder.ledger, run=run)
 
 
 @contextmanager

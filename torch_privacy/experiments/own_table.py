@@ -24,6 +24,7 @@ import torch_privacy as tp
 from torch_privacy import privacy, tables
 from torch_privacy.experiments import table_notes
 from torch_privacy.experiments.study import Study
+from torch_privacy.experiments.table_budget import Draft
 from torch_privacy.experiments.table_settings import TEST_SHARE, Settings
 from torch_privacy.experiments.task import ACCURACY, Score, Task, seeded
 from torch_privacy.runs import metrics as log
@@ -103,7 +104,7 @@ def complete(path: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
 def build_task(
     settings: Settings,
     released: Mapping[str, Any] | None = None,
-    new_ledger: Callable[[], privacy.Ledger] | None = None,
+    new_ledger: Callable[..., privacy.Ledger] | None = None,
 ) -> Task:
     """Returns the split table and a perceptron; a resumed run passes what was ``released``, the completed schema.
 
@@ -120,15 +121,21 @@ def build_task(
         if released and released["digest"] != digest:
             raise ValueError(f"train: {path}: was changed since the run began. Restore it; another table is a new run.")
     n = _num_units(owners, train_rows)
+    draft = None if settings.budget is None else Draft(settings, n, _count(owners))
     if not released:
         hint = f"It must be below 1/n for the {n:,} that train; 1 / (10 n) or less is usual."
         _check.strictly_between("train", 0, 1 / n, delta=settings.delta, hint=hint)  # before anything is spent
         of_rows = None if owners is None else owners[train_rows]
         with ranks.together("learns what the schema leaves open"):
-            found = _learn(settings, frame.iloc[train_rows], of_rows, new_ledger) if ranks.is_first else None
+            found = None
+            if ranks.is_first:
+                found = _learn(settings, frame, train_rows, of_rows, new_ledger, draft)
         released = ranks.from_first(found)
         assert released is not None
         released = {**released, "digest": digest}
+    with ranks.together("opens the budget"):
+        budget = draft.bound(tables.rows_of(frame)) if draft is not None and ranks.is_first else None
+    budget = ranks.from_first(budget)
     schema = tables.Schema.from_toml(released["schema"])
     encoder = tables.Encoder(schema)
     train, test = encoder.encode(frame.iloc[train_rows]), encoder.encode(frame.iloc[test_rows])
@@ -141,7 +148,9 @@ def build_task(
     ]
     found = tables.defaults(n, settings.target_epsilon or 1.0, settings.delta)
     rule = tp.Flat(settings.clip_norm) if settings.clipping == "flat" else tp.Automatic(settings.clip_norm)
-    private: dict[str, Any] = {"clipping": rule, "prior_releases": prior}
+    private: dict[str, Any] = {"clipping": rule, "prior_releases": prior, "budget": budget}
+    if noise := released.get("noise_multiplier"):  # reserved together with what was learnt
+        private |= {"noise_multiplier": noise, "target_epsilon": None}
     of_owners: dict[str, Any] = {}
     if owners is not None:
         of_owners = {
@@ -172,18 +181,25 @@ def build_task(
 
 
 def _learn(
-    settings: Settings, frame: DataFrame, owners: Any, new_ledger: Callable[[], privacy.Ledger] | None
+    settings: Settings,
+    frame: DataFrame,
+    train_rows: Any,
+    owners: Any,
+    new_ledger: Callable[..., privacy.Ledger] | None,
+    draft: Draft | None,
 ) -> dict[str, Any]:
     """Learns privately what the schema leaves open; returns the completed schema with its price, as plain data."""
     path = Path(settings.file)
     schema = _declared(path, settings.target, settings.schema, settings.owner)
     if schema.is_complete:
         return {"schema": schema.to_toml(), "events": [], "fingerprints": [], "notes": []}
-    share, kept = settings.schema_share, _Kept(table_notes.event_unit(settings), new_ledger)
+    share, kept, noise = settings.schema_share, _Kept(table_notes.event_unit(settings), new_ledger), None
     assert settings.target_epsilon is not None, "noise alone leaves nothing to learn with"
+    if draft is not None:
+        noise = draft.reserve(schema, tables.rows_of(frame), kept.open)
     try:
         learnt = tables.learn(
-            frame,
+            frame.iloc[train_rows],
             schema,
             epsilon=share * settings.target_epsilon,
             delta=share * settings.delta,
@@ -205,18 +221,24 @@ def _learn(
         "events": [privacy.event_to_dict(kept.event(release)) for release in learnt.releases],
         "fingerprints": [release.fingerprint for release in learnt.releases],
         "notes": list(learnt.notes),
+        **({} if noise is None else {"noise_multiplier": noise}),
     }
 
 
 class _Kept:
     """Records releases for a unit of protection, in a ledger that is made with the first of them."""
 
-    def __init__(self, unit: str, new_ledger: Callable[[], privacy.Ledger] | None):
+    def __init__(self, unit: str, new_ledger: Callable[..., privacy.Ledger] | None):
         self._unit, self._new_ledger = unit, new_ledger
         self._ledger: privacy.Ledger | None = None
 
     def event(self, release: privacy.Release) -> privacy.Event:
         return replace(release.event, unit=self._unit)  # type: ignore[call-arg]
+
+    def open(self, run: str) -> Path | None:
+        """Makes the ledger of a run in the budget of the data; returns its path."""
+        self._ledger = None if self._new_ledger is None else self._new_ledger(run=run)
+        return None if self._ledger is None else self._ledger.path
 
     def record(self, release: privacy.Release) -> None:
         if self._ledger is None and self._new_ledger is not None:
@@ -227,6 +249,11 @@ class _Kept:
     def close(self) -> None:
         if self._ledger is not None:
             self._ledger.close()
+
+
+def _count(owners: Any) -> int | None:
+    """Returns the number of owners of all rows, if rows have owners."""
+    return None if owners is None else len(set(owners))
 
 
 def _num_units(owners: Any, rows: Any) -> int:

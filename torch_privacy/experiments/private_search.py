@@ -24,11 +24,13 @@ from torch_privacy.experiments.fitting import new_training, test_score
 from torch_privacy.experiments.search import TRIED, Candidate, trained
 from torch_privacy.experiments.task import ACCURACY, Settings, Task, check_numbers, check_settings, number_of_steps
 from torch_privacy.noise import Noise
+from torch_privacy.privacy.budget import new_run
 from torch_privacy.privacy.search import search_privately
 from torch_privacy.privacy.spent import CHOICE_OF_SETTINGS
 from torch_privacy.privacy.summary import attacker_as_json
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.support import validate as _check
+from torch_privacy.training.bound_data import reserve
 
 HELD_OUT = 0.1  # share of the private training data on which runs are ranked
 CALIBRATIONS = 10  # halvings of the range of one run's epsilon
@@ -72,16 +74,21 @@ class PrivateSearch:
         self.noise = given if self._target is None else self._calibrated(self._target)
         self.event = self._event(self.noise)
 
-    def run(self, folder: RunFolder) -> dict[str, Any]:
+    def run(self, folder: RunFolder, budget: privacy.DataBudget | None = None) -> dict[str, Any]:
         """Searches; writes the winner's model, the statement of the whole search, and the results into a new folder.
 
         The ledger has its price before the first run; nothing else is written before the search has ended. Its
         running time shows roughly how many runs were made, so it must be kept from anybody who must not know that
-        number.
+        number. Its price is drawn from the ``budget`` of the data, if there is one.
         """
         folder.create()
         try:
-            ledger = privacy.Ledger(folder.ledger)
+            ledger = privacy.Ledger(folder.ledger, run="" if budget is None else new_run())
+            if budget is not None:
+                data, what = self._checked_task().train, f"search in {folder.path.absolute()}"
+                drawn = reserve(budget, [(self.event, 1)], what, data, run=ledger.run, ledger=folder.ledger)
+                drawn.begin()
+                drawn.settle()  # its price does not depend on how it ends
             ledger.record(self.event, 0, "search")
             ledger.close()
             found = search_privately(self._one_run, range(len(self.candidates)), self.event)

@@ -69,7 +69,7 @@ class Study:
         return replace(self.defaults, **chosen)
 
     def task(
-        self, settings: Settings, *released: Mapping[str, Any], new_ledger: Callable[[], Ledger] | None = None
+        self, settings: Settings, *released: Mapping[str, Any], new_ledger: Callable[..., Ledger] | None = None
     ) -> Task:
         """Returns the task of these settings; a resumed run passes what the task had ``released``."""
         assert self.build_task is not None, "nothing is trained here"

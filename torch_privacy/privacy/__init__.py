@@ -23,7 +23,8 @@ from .approximate.tradeoff_clt import TradeOffCLT as TradeOffCLT
 from .approximate.tradeoff_clt import functionals as functionals
 from .approximate.tradeoff_clt import tradeoff_clt as tradeoff_clt
 from .bracket import Bracket as Bracket
-from .calibrate import Budget as Budget
+from .budget import Budget as Budget
+from .budget import DataBudget as DataBudget
 from .calibrate import calibrate as calibrate
 from .calibrate import calibrate_schedule as calibrate_schedule
 from .calibrate import fewest_projections as fewest_projections

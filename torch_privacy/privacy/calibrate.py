@@ -2,14 +2,12 @@
 """Calibrates to a privacy target: the noise it needs, and the steps, sampling and projections that it allows."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from math import exp, log
 
 from ..support.validate import InvalidValue, in_range, plain_numbers, positive, strictly_between, whole
 from .approximate.clt import clt_noise
-from .bracket import Bracket
 from .compose import compose
 from .events.base import WITHOUT_NOISE, Event
 from .events.estimated_norms import SubsampledJL
@@ -129,8 +127,21 @@ def most_steps(
     others = list(beside)
 
     def excess(num_steps: int) -> float:
-        return _log_ratio(compose([*others, (event, num_steps)]).epsilon_high(delta), target_epsilon)
+        return log_ratio(compose([*others, (event, num_steps)]).epsilon_high(delta), target_epsilon)
 
+    good = largest_number(excess, most)
+    if good == 0 and others and excess(0) > 0:
+        raise ValueError(f"most_steps: the releases in beside cost more than target_epsilon={target_epsilon!r}.")
+    return good
+
+
+def largest_number(excess: Callable[[int], float], most: int) -> int:
+    """Returns the largest number of releases, up to ``most``, with an ``excess`` of at most 0; 0 if there is none.
+
+    Args:
+        excess: from a number to the logarithm of epsilon over its target.
+        most: largest number to return.
+    """
     good, bad, steps = 0, most + 1, min(1000, most)
     while bad - good > 1:  # ε grows like a power of the steps, between 1/2 and 1
         value = excess(steps)
@@ -139,52 +150,7 @@ def most_steps(
         middle = (good + bad) // 2 if bad <= most else 4 * good
         steps = guess if good < guess < bad and abs(guess - steps) < (bad - good) / 2 else middle
         steps = min(max(steps, good + 1), bad - 1)
-    if good == 0 and others and excess(0) > 0:
-        raise ValueError(f"most_steps: the releases in beside cost more than target_epsilon={target_epsilon!r}.")
     return good
-
-
-@plain_numbers
-@dataclass(frozen=True)
-class Budget:
-    """An (ε, δ) that all releases together must not exceed: a privacy filter and an odometer.
-
-    `allows` and `remaining` are the filter. They use certified upper bounds, so the releases that they allow are
-    (epsilon, delta)-private together, even if one stops early for any reason. `spent` is the odometer: the cost of the
-    releases so far, provided that their number was fixed in advance. If outcomes decide when to stop, report the
-    budget instead. The events themselves (noise, sampling) must be chosen in advance, not from outcomes.
-
-    Args:
-        epsilon: above 0.
-        delta: in (0, 1).
-
-    Example:
-        >>> budget, event = Budget(epsilon=2.0, delta=1e-5), SubsampledGaussian(1.0, 0.01)
-        >>> budget.remaining(event)
-        1202
-        >>> budget.remaining(event, after=[(event, 1000)]), budget.allows([(event, 1203)])
-        (202, False)
-    """
-
-    epsilon: float
-    delta: float
-
-    def __post_init__(self) -> None:
-        positive("Budget", epsilon=self.epsilon)
-        strictly_between("Budget", 0, 1, delta=self.delta)
-
-    def allows(self, releases: Releases) -> bool:
-        """True if all of these together are certainly within the budget."""
-        return compose(releases).epsilon_high(self.delta) <= self.epsilon
-
-    def remaining(self, event: Event, after: Releases = (), most: int = 10**7) -> int:
-        """Returns how many more releases of an event are within the budget after those; at most ``most``."""
-        after = list(after)
-        return most_steps(event, self.epsilon, self.delta, beside=after, most=most) if self.allows(after) else 0
-
-    def spent(self, releases: Releases) -> Bracket[float]:
-        """Returns ε of the releases so far at the budget's δ."""
-        return compose(releases).epsilon(self.delta)
 
 
 @plain_numbers
@@ -287,14 +253,14 @@ def _smallest(
     """Returns the smallest scale of the noise that reaches the target; ``where`` begins error messages."""
 
     def excess(scale: float) -> float:
-        return _log_ratio(compose(schedule(scale)).epsilon_high(delta), target)
+        return log_ratio(compose(schedule(scale)).epsilon_high(delta), target)
 
     unreachable = partial(InvalidValue, where, "target_epsilon", target)
     fails, enough = _enclose(excess, min(max(start, SMALLEST), LARGEST), unreachable)
     return _narrow(excess, fails, enough, tolerance)
 
 
-def _log_ratio(epsilon: float, target: float) -> float:
+def log_ratio(epsilon: float, target: float) -> float:
     """Returns ``log(ε / target)``, at most 0 if and only if ε <= target, clipped to be finite."""
     value = log(min(max(epsilon / target, 1e-9), 1e9))
     return max(value, 1e-15) if epsilon > target else min(value, 0.0)

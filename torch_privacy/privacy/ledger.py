@@ -3,6 +3,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..support.read_file import shown
@@ -63,6 +64,7 @@ class Ledger:
     Args:
         path: a file that does not exist yet; None keeps the ledger in memory.
         purpose: a word on what the releases are for, such as "audit"; part of the first line.
+        run: under which name the releases are drawn from a `DataBudget`; part of the first line.
 
     Guarantees:
         - steps are 0, 1, 2, ... without gaps, and no step is ever recorded with two different releases;
@@ -75,8 +77,8 @@ class Ledger:
         - `load` refuses a file of which a bit was changed, or a line in the middle is missing.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, purpose: str = ""):
-        self.purpose = purpose
+    def __init__(self, path: str | os.PathLike[str] | None = None, purpose: str = "", run: str = ""):
+        self.purpose, self.run = purpose, run
         self._events: list[Event] = []  # each distinct event once
         self._releases: list[tuple[int, str]] = []  # index into events, fingerprint
         self._merged: tuple[list[tuple[Event, int]], int] = [], 0  # equal neighbors merged, and the number of releases
@@ -189,6 +191,11 @@ class Ledger:
         return len(self._releases)
 
     @property
+    def path(self) -> Path | None:
+        """Returns the path of the file, if there is one."""
+        return None if self._file is None else self._file.path
+
+    @property
     def events(self) -> list[tuple[Event, int]]:
         """All releases in order, as pairs (event, how many in a row)."""
         self._settle()
@@ -280,7 +287,8 @@ class Ledger:
 
     def _write_header(self) -> None:
         assert self._file is not None
-        header: Line = {"ledger": FORMAT, **({"purpose": self.purpose} if self.purpose else {})}
+        words = {"purpose": self.purpose, "run": self.run}
+        header: Line = {"ledger": FORMAT, **{name: word for name, word in words.items() if word}}
         with self._file.published():
             self._file.append(*self._file.encode([header]))
 
@@ -304,9 +312,9 @@ class Ledger:
         """Takes in a line of the file; all of its values must have the right type."""
         if number == 1:
             self._check_format(line["ledger"])
-            self.purpose = line.get("purpose", "")
-            if not isinstance(self.purpose, str):
-                raise ValueError(f"purpose {self.purpose!r} is not a string")
+            self.purpose, self.run = line.get("purpose", ""), line.get("run", "")
+            if not isinstance(self.purpose, str) or not isinstance(self.run, str):
+                raise ValueError(f"purpose {self.purpose!r} or run {self.run!r} is not a string")
         elif "define" in line:
             _check_whole(line["define"], len(self._events), "events are defined in order")
             self._events.append(event_from_dict(line["event"]))

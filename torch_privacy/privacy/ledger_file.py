@@ -19,6 +19,7 @@ from ..support.validate import Refused
 from ..support.write_file import PARTIAL, PUBLIC, UNFOLLOWED, sync_directory
 
 SECONDS_BETWEEN_SYNCS = 1.0
+SECONDS_BETWEEN_TRIES = 0.01  # to lock a file
 BLOCK, LONGEST_LINE = 2**20, 2**24  # bytes
 DIGEST_BYTES = 8
 CHECK = "check"  # the key of a line's digest
@@ -39,6 +40,8 @@ class LedgerFile:
         path: the file.
         read_only: neither locks the file nor writes it; others may.
         create: makes a new file, which gets its name after `published`.
+        patience: seconds to wait for another writer, in this process or another one, before it is refused. An older
+            writer of this process is then waited for, too.
 
     Guarantees:
         - `append` either returns, and all of its lines are with the operating system, or raises, and none is in the
@@ -49,7 +52,9 @@ class LedgerFile:
           forked process too.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, create: bool = False, read_only: bool = False):
+    def __init__(
+        self, path: str | os.PathLike[str], *, create: bool = False, read_only: bool = False, patience: float = 0.0
+    ):
         self.path = Path(path)
         self._failure = ""  # the reason why nothing can be appended any more
         self._chained = True
@@ -61,7 +66,7 @@ class LedgerFile:
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 raise Refused(f"Ledger: {str(self.path)!r} is no file. Name another path.")
             if not read_only:
-                self._lock()
+                self._lock(patience)
             if not create and not read_only:
                 sync_directory(self.path.absolute().parent)
             # size and last digest of the lines that are known to be complete, in one place: an interrupt splits nothing
@@ -213,21 +218,35 @@ class LedgerFile:
         """Raises ``Refused`` if the file failed or was closed."""
         self._check_open()
 
-    def _lock(self) -> None:
+    def _lock(self, patience: float) -> None:
         assert self._file is not None
         older = holder_of(self._file)
-        if older is not None:
+        if older is not None and not patience:
             older.lose("it was opened anew in this process")
+        end = time.monotonic() + patience
+        while not self._is_locked(required=patience > 0):
+            if time.monotonic() >= end:
+                raise Refused(
+                    f"Ledger: another process writes {str(self.path)!r}, and two would record different steps with the "
+                    "same noise. Wait until it ends, or choose another run folder."
+                )
+            time.sleep(SECONDS_BETWEEN_TRIES)
+        note_holder(self._file, self)
+
+    def _is_locked(self, *, required: bool) -> bool:
+        """Returns whether the file could be locked, or is on a file system without locks."""
+        assert self._file is not None
         try:
             lock(self._file)
         except BlockingIOError:
-            raise Refused(
-                f"Ledger: another process writes {str(self.path)!r}, and two would record different steps with the "
-                "same noise. Wait until it ends, or choose another run folder."
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        note_holder(self._file, self)
+            return False
+        except OSError as error:  # a file system without locks
+            if required:
+                raise Refused(
+                    f"Ledger: {str(self.path)!r} is on a file system without locks ({error}), so that two processes "
+                    "could write it at once. Move it to another one."
+                ) from None
+        return True
 
     def _check_open(self) -> None:
         if self._failure:

@@ -149,8 +149,20 @@ def statement_lines(run: Training) -> list[tuple[str, str]]:
     ]
     if data is not None:
         lines.append(("fingerprint of the data", _fingerprint(data)))
+    if "data_budget" in statement:
+        lines.append(("budget of the data", budget_in_words(statement["data_budget"])))
     versions = ", ".join(f"{name} {version}" for name, version in statement["versions"].items())
     return [*lines, ("versions", versions)]
+
+
+def budget_in_words(budget: dict) -> str:
+    """Returns the state of the budget of the data when the statement was made, in one line."""
+    open_runs = budget["num_unsettled"]
+    unsettled = f", of which {open_runs} had not ended" if open_runs else ""
+    return (
+        f"epsilon {budget['epsilon']:g} at delta = {budget['delta']:g} for all runs on these data together; "
+        f"{budget['num_runs']} had drawn at most {round_up(budget['epsilon_drawn'])} when this one ended{unsettled}"
+    )
 
 
 def _fingerprint(data: dict) -> str:

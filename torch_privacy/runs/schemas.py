@@ -80,7 +80,9 @@ SETTINGS = {  # of a training; the checkpoint and the digest in results.json say
     "then": {"required": ["model", "num_trained_parameters", "optimizer", "dataset"]},
 }
 PATHS = record(  # settings that are paths of the user
-    {"file": TEXT, "schema": TEXT, "data": TEXT}, optional=("file", "schema", "data"), closed=True
+    {"file": TEXT, "schema": TEXT, "data": TEXT, "budget": TEXT},
+    optional=("file", "schema", "data", "budget"),
+    closed=True,
 )
 REQUEST = record(  # the settings of an experiment
     {

@@ -49,7 +49,9 @@ def new_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-def fingerprint(dataset: Dataset, key: bytes, num_items: int | None = None) -> dict[str, Any]:
+def fingerprint(
+    dataset: Dataset, key: bytes, num_items: int | None = None, *, num_owners: int | None = None
+) -> dict[str, Any]:
     """Returns the fingerprint of a map-style data set, as the entry ``data`` of a privacy statement.
 
     Of tensors in a ``TensorDataset`` (or a ``Subset`` of one) all rows are read, up to 256 MiB. Of larger and other
@@ -60,6 +62,7 @@ def fingerprint(dataset: Dataset, key: bytes, num_items: int | None = None) -> d
         dataset: map-style.
         key: 32 secret bytes.
         num_items: size of the sample; None for as many as said above.
+        num_owners: number of owners, where they are protected: the number of examples is private then, and left out.
 
     Returns:
         ``fingerprint`` in hexadecimal, or None with the reason ``not_made_because``; ``method``; ``num_items`` that
@@ -67,6 +70,9 @@ def fingerprint(dataset: Dataset, key: bytes, num_items: int | None = None) -> d
     """
     n = len(dataset)  # type: ignore[arg-type]
     found: dict[str, Any] = {"method": METHOD, "num_examples": n, "key_id": _keyed(key, b"id").hexdigest()[:16]}
+    if num_owners is not None:
+        num_items = min(num_owners, MOST_ITEMS)
+        del found["num_examples"]
     try:
         total, count = _hashed(dataset, n, key, num_items)
     except Unhashable as error:

@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import privacy
+from ..support.units import ONE_EXAMPLE
 from ..support.validate import positive, strictly_between, whole
+from ..training.bound_data import reserve
 from .bounds import (
     STANDS_OUT,
     Ends,
@@ -32,6 +34,7 @@ from .cells import Cells, dates, numbers, read_cells
 from .extra import needed
 from .mechanisms import CountNoise, frequent, noisy_counts
 from .price import LearningBudget
+from .read import rows_of
 from .schema import KIND_OF_TASK, Column, Schema, Task
 from .split import owner_codes
 
@@ -87,6 +90,7 @@ def learn(
     owners: Any = None,
     per_owner: int = 1,
     record: Callable[[privacy.Release], object] | None = None,
+    budget: privacy.DataBudget | None = None,
 ) -> Learnt:
     """Learns what a schema leaves open from training rows, with differential privacy, and counts unusable cells.
 
@@ -112,6 +116,7 @@ def learn(
         per_owner: largest number of rows of one owner, 1 or more.
         record: called with each release before it is used, to keep it also if what follows is refused:
             ``lambda release: ledger.record(release.event, len(ledger), release.fingerprint)``.
+        budget: of the data (``tp.Budget.open``), to draw the releases from; refused ones have read no cell.
 
     Guarantees:
         - ``learnt.epsilon(delta) <= epsilon``. The neighboring relation is adding or removing one row, or one owner.
@@ -142,9 +147,18 @@ def learn(
     kept = np.arange(len(frame)) if owners is None else capped(owners, per_owner, len(frame))
     # with owners their number is public, and that of their rows is not
     n = len(frame) if owners is None else len(owner_codes(owners, len(frame), "learn")[1])
-    budget = LearningBudget.of(schema, n, rows, epsilon, delta)
-    learning = _Learning(schema, frame.iloc[kept], budget, record)
-    return learning.learnt()
+    parts = LearningBudget.of(schema, n, rows, epsilon, delta)
+    if budget is None:
+        return _Learning(schema, frame.iloc[kept], parts, record).learnt()
+    unit = ONE_EXAMPLE if owners is None else budget.unit
+    planned = [(replace(event, unit=unit), count) for event, count in parts.events]  # type: ignore[call-arg]
+    run = reserve(budget, planned, "schema of a table", rows_of(frame), num_owners=None if owners is None else n)
+    run.begin()
+    learning = _Learning(schema, frame.iloc[kept], parts, record)
+    try:
+        return learning.learnt()
+    finally:
+        run.settle(fingerprints=[release.fingerprint for release in learning.releases])
 
 
 def capped(owners: Any, per_owner: int, n: int) -> NDArray[np.int64]:
@@ -185,7 +199,7 @@ class _Learning:
         }
         self._columns = {column.name: column for column in schema.columns}
         self._task: Task | None = schema.task
-        self._releases: list[privacy.Release] = []
+        self.releases: list[privacy.Release] = []
         self._counts: dict[str, dict[str, int]] = {}
         self._notes: list[str] = []
 
@@ -201,11 +215,11 @@ class _Learning:
             raise TableError(
                 f"Nothing can be learnt of any column at this epsilon ({' '.join(self._notes)}) Write bounds and "
                 "categories into a schema, or raise epsilon.",
-                self._releases,
+                self.releases,
             )
         schema = self._open.with_columns(self._columns.values(), self._task)
         counts = MappingProxyType({name: MappingProxyType(values) for name, values in self._counts.items()})
-        return Learnt(schema, tuple(self._releases), tuple(self._notes), counts, self._budget.counts.stddev)
+        return Learnt(schema, tuple(self.releases), tuple(self._notes), counts, self._budget.counts.stddev)
 
     def _record(self, what: str, rho: float, released: Any, delta: float = 0.0) -> None:
         text = json.dumps([what, released], sort_keys=True, ensure_ascii=False)
@@ -213,7 +227,7 @@ class _Learning:
         release = privacy.Release(privacy.ZeroConcentrated(rho, delta), fingerprint)
         if self._keep is not None:
             self._keep(release)
-        self._releases.append(release)
+        self.releases.append(release)
 
     def _release_counts(self) -> dict[str, dict[str, int]]:
         """Releases the number of cells of each sort, for each column."""
@@ -384,4 +398,4 @@ class _Learning:
                     self._notes.append(f"{name!r}: about {of[sort]} cells are {words} and {rule}.")
 
     def _refuse(self, what: str) -> None:
-        raise TableError(f"The target {self._open.target!r} {what}.", self._releases)
+        raise TableError(f"The target {self._open.target!r} {what}.", self.releases)

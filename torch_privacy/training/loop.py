@@ -92,8 +92,9 @@ class PrivateTraining(Reporting):
         correlation: `Banded`, noise that takes back part of the noise of earlier steps; it draws the batches itself.
         target_epsilon: calibrates the noise multiplier so that all ``num_steps`` spend at most this at ``delta``.
         delta: for ``target_epsilon`` and ``spent()``; must be below 1/n, and a warning asks for 1/(10 n) or less.
-        budget: ``privacy.Budget(epsilon, delta)``; training stops by itself before the step that would exceed it, if
-            that step comes before ``num_steps``.
+        budget: ``tp.Budget(epsilon, delta)``; training stops by itself before the step that would exceed it, if that
+            step comes before ``num_steps``. Or the budget of the data, ``tp.Budget.open(path, ...)``, from which other
+            runs draw, too: a training that does not fit is refused, before it reads a row. It needs ``run_folder``.
         performance: `Performance`, what a step takes of memory and time, such as
             ``Performance(microbatch_size=256)``. It changes no release but by rounding.
         prior_releases: earlier releases of the same data that are used here, such as ``[pca.release_]`` of a
@@ -366,6 +367,8 @@ class PrivateTraining(Reporting):
             state.guard.activate()
             if state.has_ended and state.step >= setup.account.steps_allowed:
                 warn(ALL_STEPS_MADE.format(state.step))
+            if state.step < setup.account.steps_allowed:
+                self._draw(setup.account.begin)
             state.rehearsals.watch.begin_loop()
             releases, fetched = None, iter(())
             try:
@@ -393,6 +396,7 @@ class PrivateTraining(Reporting):
                     state.guard.deactivate()
                     state.rehearsals.watch.end_loop()
                     self._resuming.end_loop()
+            self._draw(setup.account.settle)
             self._write_at_end()
 
     def _handed_out_by(self, run: Run, loop: object) -> Generator[Any, None, StepSums | None]:
@@ -422,6 +426,11 @@ class PrivateTraining(Reporting):
         if run is not None:
             run.close()
         self._runs.forget()
+
+    def _draw(self, act: Callable[[], None]) -> None:
+        """Lets rank 0 write into the budget of the data, if there is one."""
+        if self._setup.account.draws:
+            self._setup.placement.ranks.first_does("draws from the budget", lambda: act() or 0)
 
     def _write_at_end(self) -> None:
         """Writes the run folder after the last step, unless it is written."""
@@ -498,6 +507,7 @@ class PrivateTraining(Reporting):
 
     def _release(self, total: StepSums) -> bool:
         """Makes the release of a step; returns False if it has to be made again under new keys."""
+        self._setup.account.check_unsettled()
         released = self._releaser.release(total)
         if released:
             self._runs.listener.after_step(self)

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
+from .. import privacy
 from ..model_check.requirements import TensorsOf, check_model
+from ..privacy.budget import Reservation
 from ..runs.folder import RunFolder
 from ..sampling.examples import Examples
 from ..sampling.item_check import item_check
@@ -20,6 +23,7 @@ from ..support.model_state import attribute_tensors
 from ..support.validate import Refused
 from .accelerate import without_accelerate
 from .agreement import check_ranks
+from .bound_data import reserve
 from .bystanders import OtherOptimizers, OutsideForwards
 from .loop_watch import LoopWatch
 from .machine import Machine
@@ -29,6 +33,7 @@ from .rehearsals import Rehearsals
 from .resuming import Resuming
 from .run_files import RunFiles, open_files
 from .run_settings import settings_of
+from .schedule import Plan
 from .settings import TrainingSettings, check_scheduler, open_ledger
 from .state import Setup, State, optimized, while_alive
 from .statement import Account
@@ -77,6 +82,8 @@ def make_setup(
             resumed = settings.for_resuming(mechanism, trained)
             written = settings_of(own.model, optimizer, scheduler, batches.dataset, trained, settings, resumed)
             files.begin(written, len(ledger) - len(settings.prior_releases))
+        reservation = reserve_plan(settings, plan, ledger, batches.dataset, examples, is_first=ranks.is_first)
+        account = Account(settings, plan, ledger, ranks.size, reservation)
     except BaseException:
         ledger.close()
         raise
@@ -94,10 +101,53 @@ def make_setup(
         mechanism=mechanism,
         tensors_of=tensors_of,
         ledger=ledger,
-        account=Account(settings, plan, ledger, ranks.size),
+        account=account,
         callbacks=callbacks,
     )
     return setup, files
+
+
+def reserve_plan(
+    settings: TrainingSettings,
+    plan: Plan,
+    ledger: privacy.Ledger,
+    dataset: Dataset,
+    examples: Examples,
+    *,
+    is_first: bool,
+) -> Reservation | None:
+    """Reserves the price of all steps in the budget of the data, if there is one, for the run of the ledger.
+
+    Releases before the first step that the budget has already are not drawn again.
+    """
+    budget = settings.budget
+    if not isinstance(budget, privacy.DataBudget):
+        return None
+    releases = [*settings.prior_events, *plan.releases]
+    if not is_first:
+        return Reservation(budget, "", tuple(releases))
+    if ledger.path is None:
+        raise Refused(
+            "PrivateTraining: budget= belongs to a data set, so the training needs run_folder=: if it is killed, the "
+            "ledger there says what it has released."
+        )
+    if not ledger.run:
+        raise Refused(
+            f"PrivateTraining: the run in {str(ledger.path.parent)!r} was begun without a budget of the data. Resume "
+            "it without budget=, or begin a new run."
+        )
+    prior = [(release.event, 1) for release in budget.unknown(settings.prior_releases)]
+    canaries, owners = examples.canaries, settings.owners
+    found = reserve(
+        budget,
+        [*prior, *plan.releases],
+        f"{'audit' if canaries else 'training'} in {ledger.path.parent.absolute()}",
+        dataset if canaries is None else canaries.examples,
+        num_owners=None if owners is None else owners.count,
+        run=ledger.run,
+        ledger=ledger.path,
+    )
+    return replace(found, reserved=tuple(releases))
 
 
 def make_state(setup: Setup) -> State:

@@ -21,11 +21,13 @@ from torch import Tensor, nn
 
 from .. import privacy
 from ..noise import KEY_BYTES, Noise, key_from_test_seed
+from ..privacy.budget import Reservation
 from ..privacy.spent import NOT_PRIVATE, Spent
 from ..sampling.samplers import PoissonSampler
 from ..support.ranks import Ranks, num_processes
 from ..support.validate import Refused, one_of, plain_number, positive, strictly_between, whole
 from ..support.version import __version__
+from .bound_data import reserve
 from .second_moment import (
     Array,
     add_symmetric_noise,
@@ -63,6 +65,8 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         sampling_probability: probability that a row joins the sample, in (0, 1]. By default all rows do.
         rows: for several processes (ranks) of ``torch.distributed``. ``"split"``: each passes its own part of the rows
             to ``fit``, and no row is on two of them; ``"same"``: each passes all rows. None for one process.
+        budget: the budget of the data, ``tp.Budget.open(path, ...)``, from which each ``fit`` draws; one that does not
+            fit is refused before a row is read. With several ranks every rank passes it.
         test_seed: fixes noise and sample, for tests only; every statement then says NOT PRIVATE.
 
     Attributes:
@@ -125,6 +129,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         delta: float | None = None,
         sampling_probability: float = 1.0,
         rows: str | None = None,
+        budget: privacy.DataBudget | None = None,
         test_seed: int | None = None,
     ):
         self.n_components = n_components
@@ -133,6 +138,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         self.delta = delta
         self.sampling_probability = sampling_probability
         self.rows = rows
+        self.budget = budget
         self.test_seed = test_seed
 
     def fit(self, X: Any, y: None = None) -> PrivatePCA:
@@ -146,6 +152,8 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         """
         ranks = self._ranks()
         with ranks.together("PrivatePCA.fit, rows"), _refusals(ranks):
+            if self.budget is not None and ranks.is_first:
+                self.budget.check([(privacy.NoisyCovariance(self._choose_noise(), self.sampling_probability), 1)])
             rows = self._validated(X, [np.float64, np.float32, np.uint8])
         if ranks.size > 1:
             self._check_agreement(rows, ranks)
@@ -156,18 +164,35 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
             if not 1 <= num_rows <= MOST_ROWS:
                 raise Refused(f"PrivatePCA: {num_rows} rows; must be at least 1 and at most {MOST_ROWS}.")
             k = self._num_components(rows.shape[1])
-            noise, key = self._choose_noise(num_rows), self._key("sampling")
+            self._check_delta(num_rows)
+            noise, key = self._choose_noise(), self._key("sampling")
         noise, key = ranks.from_first((noise, key))  # another machine might round the calibrated noise differently
         with ranks.together("PrivatePCA.fit, sums"), _refusals(ranks):
             event = privacy.NoisyCovariance(noise, self.sampling_probability)
+            reservation = self._reserved(event, rows, ranks)
             chosen = PoissonSampler(num_rows, self.sampling_probability, key=key).indices(step=0)
             start, end = np.searchsorted(chosen, [first_row, first_row + len(rows)])
             sums = scaled_second_moment(rows, chosen[start:end] - first_row, bits_for(noise))
         ranks.add_at_first(torch.from_numpy(sums))
         with ranks.together("PrivatePCA.fit, release"), _refusals(ranks):
             fitted = self._release(sums, event, k) if ranks.is_first else None
+            if reservation is not None and fitted is not None:
+                reservation.settle(fingerprints=[fitted["release_"].fingerprint])
         vars(self).update(ranks.from_first(fitted))  # all at once: an interrupted fit keeps the earlier release
         return self
+
+    def _reserved(self, event: privacy.Event, rows: Array, ranks: Ranks) -> Reservation | None:
+        """Draws the release from the budget of the data, if there is one, on the first rank."""
+        if self.budget is None or not ranks.is_first:
+            return None
+        if ranks.size > 1 and not self.budget.is_bound:
+            raise Refused(
+                "PrivatePCA: no rank has all rows, to compare them with those of the budget. Do it before: "
+                "budget = tp.bind_data(budget, rows)."
+            )
+        reservation = reserve(self.budget, [(event, 1)], "principal components", rows)
+        reservation.begin()
+        return reservation
 
     def _release(self, sums: NDArray[np.int64], event: privacy.NoisyCovariance, k: int) -> dict[str, Any]:
         """Returns the fitted attributes from the exact sums of all rows. Draws the noise: rank 0 alone may do this."""
@@ -249,7 +274,8 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
 
     def _check_agreement(self, rows: Array, ranks: Ranks) -> None:
         """Refuses ranks with other settings, another kind of rows, or rows that are not what ``rows=`` says."""
-        settings = {name: plain_number(value) for name, value in self.get_params().items()}
+        settings = {name: plain_number(value) for name, value in self.get_params().items() if name != "budget"}
+        settings["budget"] = repr(self.budget)
         names = getattr(self, "feature_names_in_", None)
         of_rows = {
             "number of features": rows.shape[1],
@@ -284,10 +310,12 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
             raise ValueError(f"PrivatePCA: n_components={k} must be at most the number of features, {num_features}.")
         return k
 
-    def _choose_noise(self, num_rows: int) -> float:
+    def _check_delta(self, num_rows: int) -> None:
         if self.delta is not None:
             hint = f"It must be below 1/n for the {num_rows} rows; 1 / (10 n) or less is usual."
             strictly_between("PrivatePCA", 0, 1 / num_rows, delta=plain_number(self.delta), hint=hint)
+
+    def _choose_noise(self) -> float:
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
             raise ValueError(
                 f"PrivatePCA: noise_multiplier={self.noise_multiplier!r} and target_epsilon={self.target_epsilon!r}: "

@@ -77,7 +77,7 @@ class Reporting:
 
         The statement then shows the epsilon of the steps made, and prints the reason. Without a declaration it shows
         the epsilon of all planned steps: less does not cover a stop that depends on what was released, such as early
-        stopping.
+        stopping. With a budget of the data, the steps not made are given back to it, and no further step is made.
 
         Raises:
             ValueError: the reason is empty.
@@ -85,6 +85,7 @@ class Reporting:
         if not str(reason).strip():
             raise ValueError(f"PrivateTraining.declare_stop: reason={reason!r} must say why, in words.")
         self._state.stop_reason = str(reason)
+        self._setup.account.settle(self._state.stop_reason)
 
     def explain(self) -> str:
         """Returns how the step is computed: by exact or estimated norms, in which subspace, with which noise."""

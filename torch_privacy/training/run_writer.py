@@ -8,7 +8,7 @@ from typing import Any
 
 from ..runs.folder import RunFolder
 from ..runs.metrics import Metrics
-from ..sampling.fingerprint import MOST_ITEMS, fingerprint, new_key, read_key
+from ..sampling.fingerprint import fingerprint, new_key, read_key
 from ..support.ranks import Ranks
 from ..support.warning import warn
 from .settings import TrainingSettings
@@ -64,8 +64,4 @@ def fingerprint_in(folder: RunFolder, dataset: Any, settings: TrainingSettings) 
     else:
         key = new_key()
         folder.write_fingerprint_key(key)
-    if settings.owners is None:
-        return fingerprint(dataset, key)
-    found = fingerprint(dataset, key, min(settings.num_units, MOST_ITEMS))
-    del found["num_examples"]  # it is private, and the number of owners is not
-    return found
+    return fingerprint(dataset, key, num_owners=None if settings.owners is None else settings.num_units)

@@ -22,6 +22,7 @@ from ..mechanisms.estimated_norms.mechanism import SketchedSum
 from ..mechanisms.gep import BGEP, GEP
 from ..mechanisms.gep.mechanism import EmbeddedSum
 from ..mechanisms.scheduled import Scheduled
+from ..privacy.budget import new_run
 from ..privacy.events.base import WITHOUT_NOISE
 from ..sampling.owners import Owners
 from ..sampling.shared_examples import share_examples
@@ -317,7 +318,7 @@ class TrainingSettings:
             "clip_schedule": self.clip_schedule,
             "target_epsilon": self.target_epsilon,
             "delta": self.delta,
-            "budget": self.budget,
+            "budget": None if self.budget is None else privacy.Budget(self.budget.epsilon, self.budget.delta),
             "microbatch_size": self.performance.microbatch_size,
             "views": self.views,
             "memory_budget": self.performance.memory_budget,
@@ -354,9 +355,10 @@ def open_ledger(run_folder: Path | str | None, settings: TrainingSettings) -> pr
     """Returns the run's ledger, loaded from its folder or new, with the prior releases first."""
     purpose = "audit" if settings.num_canaries else ""
     path = None if run_folder is None else Path(run_folder) / "ledger.jsonl"
+    run = new_run() if isinstance(settings.budget, privacy.DataBudget) else ""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-    ledger = privacy.Ledger.load(path) if path is not None and path.exists() else privacy.Ledger(path, purpose)
+    ledger = privacy.Ledger.load(path) if path is not None and path.exists() else privacy.Ledger(path, purpose, run)
     if ledger.purpose != purpose:
         raise Refused(
             f"{WHERE}: the ledger {str(path)!r} is that of an {ledger.purpose or 'ordinary training'}, and this is an "

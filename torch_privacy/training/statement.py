@@ -14,6 +14,7 @@ import torch
 
 from .. import privacy
 from ..mechanisms.base import Mechanism, noise_factors, summary_of
+from ..privacy.budget import Reservation, counted, includes
 from ..privacy.events.base import releases_to_json
 from ..privacy.spent import ALWAYS_PUBLIC, AUDIT, NEVER_COVERED, NOT_FOR_RELEASE, NOT_PRIVATE, Spent
 from ..privacy.summary import attacker_as_json
@@ -52,13 +53,22 @@ class Account:
         plan: the event of each step.
         ledger: records the releases.
         ranks: number of processes.
+        reservation: in the budget of the data, if there is one.
 
     Raises:
         Refused: the budget does not allow one step.
     """
 
-    def __init__(self, settings: TrainingSettings, plan: Plan, ledger: privacy.Ledger, ranks: int = 1):
+    def __init__(
+        self,
+        settings: TrainingSettings,
+        plan: Plan,
+        ledger: privacy.Ledger,
+        ranks: int = 1,
+        reservation: Reservation | None = None,
+    ):
         self._settings, self._plan, self._ledger, self._ranks = settings, plan, ledger, ranks
+        self._reservation, self._is_settled = reservation, False
         self.steps_allowed = self._steps_allowed(0)
         self._planned: tuple[Any, privacy.Profile] | None = None
         if not self.steps_allowed:
@@ -75,7 +85,7 @@ class Account:
     def _steps_allowed(self, num_lost: int) -> int:
         """Returns the total number of steps, as planned or as the budget allows."""
         settings, num_steps = self._settings, self._settings.num_steps
-        limits = [] if settings.budget is None else [settings.budget]
+        limits: list[Any] = [limit for limit in (self._reservation or settings.budget,) if limit is not None]
         if num_lost and settings.target_epsilon is not None and settings.delta is not None:
             limits.append(privacy.Budget(settings.target_epsilon, settings.delta))
         released = self._ledger.events
@@ -90,6 +100,38 @@ class Account:
             return not all(limit.allows(releases) for limit in limits)
 
         return bisect_left(range(num_steps + 1), True, lo=made + 1, key=exceeds) - 1
+
+    @property
+    def draws(self) -> bool:
+        """True if the training draws from the budget of its data."""
+        return self._reservation is not None
+
+    def begin(self) -> None:
+        """Notes in the budget of the data that the training begins to read rows."""
+        if self._reservation is not None:
+            self._reservation.begin()
+
+    def check_unsettled(self) -> None:
+        """Refuses a release after the training has given back the rest of its reservation."""
+        if self._is_settled:
+            raise Refused(
+                "PrivateTraining: the stop was declared, so that the budget of the data has the rest of this "
+                "training's reservation back. Begin a new training."
+            )
+
+    def settle(self, reason: str = "") -> None:
+        """Gives back what the training has not released of its reservation, and will not."""
+        reservation = self._reservation
+        if reservation is None:
+            return
+        self._is_settled = True
+        drawn = reservation.drawn
+        if drawn is None or drawn.settled is not None:
+            return
+        made = counted(reservation.budget.unknown(self._ledger.releases))
+        releases = made if reason or includes(made, drawn.reserved) else None  # else outcomes may have decided the stop
+        own = self._ledger.releases[len(self._settings.prior_releases) :]
+        reservation.settle(releases, reason=reason, fingerprints=[release.fingerprint for release in own])
 
     def profile(self) -> privacy.Profile:
         """Returns the privacy profile of the releases so far."""
@@ -184,6 +226,7 @@ class Account:
             "noise_factor": noise_factors(progress.num_trained, settings.largest_noise),
             "target_epsilon": settings.target_epsilon,
             "budget": None if budget is None else {"epsilon": budget.epsilon, "delta": budget.delta},
+            **({} if self._reservation is None else {"data_budget": self._reservation.budget.state.as_json()}),
             "delta": settings.delta,
             "epsilon": self._as_json(covering),
             "epsilon_of_steps_made": self._as_json(self.profile()),

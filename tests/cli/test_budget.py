@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``budget``: makes, shows and settles; and the options ``--budget``."""
+
+import json
+
+import pandas as pd
+import pytest
+
+from torch_privacy import cli, privacy
+
+EVENT = privacy.Gaussian(5.0)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "people.budget"
+    assert cli.run(["budget", "open", str(path), "--epsilon", "3", "--delta", "1e-6"]) == 0
+    return path
+
+
+def test_status_and_list_show_what_is_drawn(file, capsys):
+    budget = privacy.Budget.open(file)
+    budget.reserve([(EVENT, 2)], "two means").begin()
+    assert cli.run(["budget", "status", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "epsilon 3 at delta = 1e-06" in said
+    assert "1, of which 1 have not ended" in said
+    assert cli.run(["budget", "status", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["epsilon_drawn"] == budget.spent().high
+    assert cli.run(["budget", "list", str(file), "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["what"], run["status"], run["share"]) == ("two means", "begun", None)
+    assert run["releases"] == [{"event": privacy.event_to_dict(EVENT), "count": 2}]
+    assert cli.run(["budget", "list", str(file)]) == 0
+    assert "begun, declared in advance" in capsys.readouterr().out
+
+
+def test_killed_run_is_settled_from_its_ledger(file, tmp_path, capsys):
+    budget = privacy.Budget.open(file)
+    run = budget.reserve([(EVENT, 2)], "two means")
+    run.begin()
+    ledger = privacy.Ledger(tmp_path / "ledger", run=run.run)
+    ledger.record(EVENT, 0, "a")
+    ledger.close()
+    command = ["budget", "settle", str(file), run.run, "--ledger", str(tmp_path / "ledger")]
+    assert cli.run(command) == 2
+    assert "give the reason (reason=, --reason)" in capsys.readouterr().err
+    assert cli.run([*command, "--reason", "power failure"]) == 0
+    assert budget.state.runs[0].settled == [(EVENT, 1)]
+    assert cli.run(["budget", "settle", str(file), "none"]) == 2
+    other = budget.reserve([(EVENT, 1)], "another")
+    assert cli.run(["budget", "settle", str(file), other.run]) == 0
+    assert budget.state.runs[1].settled == [(EVENT, 1)]
+
+
+@pytest.mark.thorough
+def test_training_on_a_table_draws_once_for_its_schema_and_its_steps(file, tmp_path, capsys):
+    values = [str(20 + i % 50) for i in range(400)]
+    pd.DataFrame({"age": values, "paid": ["yes", "no"] * 200}).to_csv(tmp_path / "people.csv", index=False)
+    command = ["train", str(tmp_path / "people.csv"), "--target", "paid", "--delta", "1e-6", "--quiet"]
+    command += ["--budget", str(file), "--batch-size", "100", "--epochs", "1"]
+    code = cli.run([*command, "--epsilon", "2.9", "--run", str(tmp_path / "2")])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    (drawn,) = privacy.Budget.open(file).state.runs
+    assert drawn.status == "settled"
+    assert privacy.Budget.open(file).spent().high <= 2.9
+    statement = json.loads((tmp_path / "2" / "privacy.json").read_text())
+    assert statement["data_budget"]["num_runs"] == 1
+    settings = json.loads((tmp_path / "2" / "settings.json").read_text())
+    assert settings["budget"] == "people.budget"

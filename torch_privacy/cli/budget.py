@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides ``budget``: makes the budget of a data set, shows what is drawn from it, and ends runs that were killed."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torch_privacy.cli._shared import AsJson, app, folder_named, print_result
+
+File = Annotated[Path, typer.Argument(parser=folder_named, help="The budget's file.", metavar="FILE")]
+Run = Annotated[str, typer.Argument(help="Name of the run, as list shows it.", metavar="RUN")]
+Epsilon = Annotated[float, typer.Option(help="Of all runs on the data together.")]
+Delta = Annotated[float, typer.Option(help="Below one over the number of examples.")]
+Unit = Annotated[str, typer.Option(help="What is protected, such as customer.", metavar="WORD")]
+LedgerPath = Annotated[
+    Path | None,
+    typer.Option(
+        "--ledger",
+        parser=folder_named,
+        help="Ledger of the run: what it has not released is given back.",
+        metavar="FILE",
+        show_default="none, and all that the run has reserved is spent",
+    ),
+]
+Reason = Annotated[
+    str, typer.Option(help="Why the run ended early, a reason that is independent of the data.", show_default="none")
+]
+
+budget = typer.Typer(
+    help="Make the budget of a data set, from which all runs on it draw; show it; end runs that were killed."
+)
+app.add_typer(budget, name="budget")
+
+
+@budget.command("open")
+def open_budget(file: File, *, epsilon: Epsilon, delta: Delta, unit: Unit = "example") -> None:
+    """Make the budget of a data set; one that is there must have these numbers."""
+    from torch_privacy.privacy import Budget
+
+    Budget.open(file, epsilon=epsilon, delta=delta, unit=unit)
+
+
+@budget.command()
+def status(file: File, as_json: AsJson = False) -> None:
+    """Show how much of a budget is drawn. The file is only read."""
+    from torch_privacy.privacy.budget_file import state_in
+    from torch_privacy.privacy.rounding import round_up
+    from torch_privacy.support.units import plural
+
+    state = state_in(file)
+    content = state.as_json()
+    items = state.data.get("num_examples", f"{plural(state.unit)}, their number is not shown")
+    lines = [
+        ("budget", f"epsilon {state.epsilon:g} at delta = {state.delta:g}"),
+        ("protects", state.neighboring_relation.words(state.unit)),
+        ("drawn", f"epsilon at most {round_up(content['epsilon_drawn'])}"),
+        ("runs", f"{content['num_runs']}, of which {content['num_unsettled']} have not ended"),
+        ("next run", "declared in advance" if state.is_open else "may be chosen from outcomes of earlier runs"),
+        ("data", f"{items}" if state.data else "not bound yet: the first run binds them"),
+    ]
+    print_result(content, lines, as_json)
+
+
+@budget.command("list")
+def list_runs(file: File, as_json: AsJson = False) -> None:
+    """List the runs that draw from a budget. The file is only read."""
+    from torch_privacy.privacy.budget_file import state_in
+    from torch_privacy.privacy.events.base import releases_to_json
+    from torch_privacy.privacy.rounding import round_up
+
+    runs, lines = [], []
+    for run in state_in(file).runs:
+        how = "declared in advance" if run.share is None else f"{round_up(100 * run.share, 2)} % of the budget"
+        lines.append((run.run, f"{run.status}, {how}, {run.date}: {run.what}"))
+        known = {name: getattr(run, name) for name in ("run", "what", "ledger", "date", "status", "share", "reason")}
+        runs.append({**known, "releases": releases_to_json(run.releases)})
+    print_result({"runs": runs}, lines, as_json)
+
+
+@budget.command()
+def settle(file: File, run: Run, ledger: LedgerPath = None, reason: Reason = "") -> None:
+    """End a run that was killed and will not be resumed.
+
+    With its ledger, and a reason that is independent of the data, what it has not released is given back.
+    """
+    from torch_privacy.privacy import Budget, Ledger
+
+    opened = Budget.open(file)
+    if ledger is None:
+        opened.settle(run, reason=reason)
+        return
+    found = Ledger.load(ledger)  # refused while the run has it
+    try:
+        opened.settle_from(run, found, reason=reason)
+    finally:
+        found.close()

@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides `Budget`, an (ε, δ) that releases must not exceed, and `DataBudget`, which belongs to a data set."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ..support.units import ONE_EXAMPLE, check_unit, plural
+from ..support.validate import Refused, plain_numbers, positive, quoted, strictly_between
+from .bracket import Bracket
+from .budget_file import Drawn, State, state_in
+from .calibrate import largest_number, log_ratio, most_steps
+from .compose import compose, relation_of
+from .events.base import Event, NeighboringRelation, check_relation, checked_releases, releases_to_json
+from .ledger import Ledger, Release
+from .ledger_file import FORMAT, LedgerFile, Line
+
+PATIENCE = 120.0  # seconds to wait for another process, which may be pricing a run
+RUN_BYTES = 6  # of the name of a run
+
+Releases = Iterable[tuple[Event, int]]
+
+
+@plain_numbers
+@dataclass(frozen=True)
+class Budget:
+    """An (ε, δ) that all releases together must not exceed: a privacy filter and an odometer.
+
+    `allows` and `remaining` are the filter. They use certified upper bounds, so the releases that they allow are
+    (epsilon, delta)-private together, even if one stops early for any reason. `spent` is the odometer: the cost of the
+    releases so far, provided that their number was fixed in advance. If outcomes decide when to stop, report the
+    budget instead. The events themselves (noise, sampling) must be chosen in advance, not from outcomes; `open` returns
+    a budget for runs that are chosen from the outcomes of earlier ones.
+
+    Args:
+        epsilon: above 0.
+        delta: in (0, 1).
+
+    Example:
+        >>> from torch_privacy.privacy import SubsampledGaussian
+        >>> budget, event = Budget(epsilon=2.0, delta=1e-5), SubsampledGaussian(1.0, 0.01)
+        >>> budget.remaining(event)
+        1202
+        >>> budget.remaining(event, after=[(event, 1000)]), budget.allows([(event, 1203)])
+        (202, False)
+    """
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        positive("Budget", epsilon=self.epsilon)
+        strictly_between("Budget", 0, 1, delta=self.delta)
+
+    @staticmethod
+    def open(
+        path: str | os.PathLike[str],
+        *,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        unit: str | None = None,
+        neighboring_relation: NeighboringRelation | None = None,
+    ) -> DataBudget:
+        """Opens the budget of a data set in a file, which is made if it does not exist; see `DataBudget`.
+
+        Args:
+            path: of the file.
+            epsilon: of the budget; may be left out for a file that exists, and must else be the one in it.
+            delta: likewise.
+            unit: the word for what is protected, such as "customer"; by default "example".
+            neighboring_relation: under which all events must hold; by default zero-out of one example, under which
+                events for add/remove hold, too.
+
+        Raises:
+            Refused: the file has another epsilon, delta, unit or relation, or is damaged.
+            FileNotFoundError: there is no such file, and epsilon or delta was not given.
+        """
+        given = {"epsilon": epsilon, "delta": delta, "unit": unit, "neighboring_relation": neighboring_relation}
+        path = Path(path).absolute()
+        if not os.path.lexists(path):
+            if epsilon is None or delta is None:
+                raise FileNotFoundError(2, "no such budget; give epsilon and delta to make one", str(path))
+            made = DataBudget(epsilon, delta, path, unit or ONE_EXAMPLE, neighboring_relation or DEFAULT_RELATION)
+            made._create()
+        state = state_in(path)
+        found = DataBudget(state.epsilon, state.delta, path, state.unit, state.neighboring_relation)
+        differing = [f"{name}={value!r}" for name, value in given.items() if value not in (None, getattr(found, name))]
+        if differing:
+            kept = ", ".join(f"{name}={getattr(found, name)!r}" for name in given)
+            raise Refused(
+                f"Budget.open: {', '.join(differing)}, but {str(path)!r} was made with {kept}. Leave it out: a "
+                "budget is fixed when it is made."
+            )
+        return found
+
+    def allows(self, releases: Releases) -> bool:
+        """True if all of these together are certainly within the budget."""
+        return compose(releases).epsilon_high(self.delta) <= self.epsilon
+
+    def remaining(self, event: Event, after: Releases = (), most: int = 10**7) -> int:
+        """Returns how many more releases of an event are within the budget after those; at most ``most``."""
+        after = list(after)
+        return most_steps(event, self.epsilon, self.delta, beside=after, most=most) if self.allows(after) else 0
+
+    def spent(self, releases: Releases) -> Bracket[float]:
+        """Returns ε of the releases so far at the budget's δ."""
+        return compose(releases).epsilon(self.delta)
+
+
+DEFAULT_RELATION = NeighboringRelation.REPLACE_SPECIAL
+
+
+@dataclass(frozen=True)
+class DataBudget(Budget):
+    """The budget of a data set, in a file from which all runs on it draw, in several processes; made by `Budget.open`.
+
+    A run *reserves* the price of all that it may release before it reads a row; *begins*; and *settles* when it has
+    ended. Runs reserved before any run has begun are declared in advance: their price together is exact, by
+    composition. Every later run may be chosen from outcomes, and takes a share of the Gaussian release that
+    `GaussianFilter` describes. `PrivateTraining`, `PrivatePCA`, `tables.learn` and the commands do all of this with
+    ``budget=``.
+
+    Args:
+        epsilon, delta: of all runs together.
+        path: of the file.
+        unit, neighboring_relation: of every event.
+        is_bound: whether the data were compared by `torch_privacy.bind_data`, so that runs do not compare theirs, which
+            may be another form of the same rows.
+
+    Guarantees:
+        - All runs together are (epsilon, delta)-private, however later ones were chosen and whenever they stop.
+        - A run that does not fit is refused, and the file is unchanged.
+        - When `reserve` returns, the reservation is on the disk; a run that is killed keeps it.
+        - Two processes draw one after the other. A changed bit is noticed, and a torn last line is dropped, as in a
+          `Ledger`.
+
+    Example:
+        >>> import tempfile
+        >>> from torch_privacy.privacy import Gaussian
+        >>> file = Path(tempfile.mkdtemp()) / "people.budget"
+        >>> budget = Budget.open(file, epsilon=3, delta=1e-6)
+        >>> run = budget.reserve([(Gaussian(5.0), 4)], "four means")
+        >>> run.begin()
+        >>> run.settle([(Gaussian(5.0), 4)])
+        >>> budget.allows([(Gaussian(2.0), 1)]), budget.allows([(Gaussian(5.0), 4)])
+        (False, True)
+    """
+
+    path: Path
+    unit: str = ONE_EXAMPLE
+    neighboring_relation: NeighboringRelation = DEFAULT_RELATION
+    is_bound: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_unit("Budget", unit=self.unit)
+        check_relation("Budget", self.neighboring_relation)
+
+    @property
+    def state(self) -> State:
+        """Returns what is in the file, without locking or changing it."""
+        return state_in(self.path)
+
+    @property
+    def key_path(self) -> Path:
+        """Returns the path of the secret key under which the data are fingerprinted."""
+        return self.path.with_name(f"{self.path.name}.key")
+
+    def allows(self, releases: Releases) -> bool:
+        """True if a run with these releases could be reserved now, beside all other runs."""
+        return self._fits(self.state, self._checked(releases))
+
+    def remaining(self, event: Event, after: Releases = (), most: int = 10**7) -> int:
+        """Returns how many releases of an event a run could reserve now, after those; at most ``most``."""
+        after, state = list(after), self.state
+
+        def excess(number: int) -> float:
+            return log_ratio(self._with(state, self._checked([*after, (event, number)])).epsilon_high, self.epsilon)
+
+        return largest_number(excess, most)
+
+    def spent(self, releases: Releases = ()) -> Bracket[float]:
+        """Returns bounds on ε of all runs at the budget's δ, with a further run of these releases; the lower is 0."""
+        state = self.state
+        found = self._checked(releases)
+        return Bracket(0.0, (self._with(state, found) if found else state).epsilon_high)
+
+    def check(self, releases: Releases) -> None:
+        """Raises ``Refused``, with what is left, unless a run with these releases fits."""
+        self._check_fits(self.state, self._checked(releases))
+
+    def unknown(self, releases: Iterable[Release]) -> list[Release]:
+        """Returns those releases that no settled run has drawn already, by event and fingerprint."""
+        known = {(event, text) for run in self.state.runs for event, _ in run.releases for text in run.fingerprints}
+        return [release for release in releases if (release.event, release.fingerprint) not in known]
+
+    def reserve(
+        self, releases: Releases, what: str, *, run: str | None = None, ledger: str | os.PathLike[str] | None = None
+    ) -> Reservation:
+        """Reserves the price of a run, before it reads a row.
+
+        Args:
+            releases: all that the run may release, as pairs (event, how often).
+            what: the run in words, such as "a histogram of ages".
+            run: a name for it, by which a resumed run finds its reservation; by default a new one.
+            ledger: the file in which the run records its releases, if it does.
+
+        Raises:
+            Refused: what is left of the budget does not suffice, an event has another unit or relation, or the run has
+                reserved other releases before.
+        """
+        found, name = self._checked(releases), run or new_run()
+        with self._locked() as (file, state):
+            known = state.run(name)
+            if known is None:
+                self._check_fits(state, found)
+                share = None if state.is_open else state.filter.share(found)
+                line = {
+                    "reserve": name,
+                    "what": what,
+                    "ledger": None if ledger is None else str(Path(ledger).absolute()),
+                    "date": now(),
+                    "releases": releases_to_json(found),
+                    "share": share,
+                }
+                _append(file, line)
+            elif not includes(known.reserved, found):
+                raise Refused(
+                    f"Budget: run {name} has reserved {known.reserved!r:.300} and would now release {found!r:.300}. "
+                    "Resume it with the settings it began with, or begin a new run."
+                )
+        return Reservation(self, name, tuple(found if known is None else known.reserved))
+
+    def bind(self, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Returns the fingerprint of the data; one that is made now if there is none.
+
+        Args:
+            make: returns the fingerprint of the data; `torch_privacy.bind_data` has it.
+        """
+        if found := self.state.data:
+            return found
+        with self._locked() as (file, state):
+            if not state.data:
+                _append(file, {"bind": dict(make())})
+        return self.state.data
+
+    def settle(
+        self,
+        run: str,
+        releases: Releases | None = None,
+        *,
+        reason: str = "",
+        fingerprints: Iterable[str] = (),
+    ) -> None:
+        """Ends a run: what it did not release of its reservation is free again.
+
+        Args:
+            run: its name.
+            releases: what it has released, as pairs (event, how often); None for all that it has reserved.
+            reason: why the run ended before all was released, in words. The reason must be independent of the data,
+                such as a power failure: if outcomes decided, the whole reservation is spent.
+            fingerprints: of the run's own releases, by which `unknown` knows them. No two releases may share one.
+
+        Raises:
+            Refused: there is no such run, it is settled, has released more than reserved, or less without a reason.
+        """
+        with self._locked() as (file, state):
+            known = self._known(state, run)
+            if known.settled is not None:
+                raise Refused(f"Budget: run {run} is settled already.")
+            made = known.reserved if releases is None else self._checked(releases)
+            if not includes(known.reserved, made):
+                raise Refused(f"Budget: run {run} has released {made!r:.300}, more than {known.reserved!r:.300}.")
+            is_free = not known.has_begun and (known.share is not None or state.is_open)  # nothing depends on outcomes
+            if not includes(made, known.reserved) and not is_free and not reason.strip():
+                raise Refused(
+                    f"Budget: run {run} has reserved more than it has released. If it ended for a reason that is "
+                    "independent of the data, give the reason (reason=, --reason); else settle the whole reservation: "
+                    "leave releases (--ledger) out."
+                )
+            line = {"settle": run, "releases": releases_to_json(made), "reason": reason, "date": now()}
+            share = None if known.share is None else min(known.share, state.filter.share(made))
+            _append(file, {**line, "share": share, "fingerprints": list(fingerprints)})
+
+    def settle_from(self, run: str, ledger: Ledger, *, reason: str = "") -> None:
+        """Ends a run by what its ledger has; see `settle`.
+
+        Raises:
+            Refused: the ledger is that of another run.
+        """
+        if ledger.run != run:
+            raise Refused(f"Budget: this is the ledger of run {ledger.run or '(none)'}, not of {run}.")
+        self.settle(run, counted(self.unknown(ledger.releases)), reason=reason)
+
+    def _create(self) -> None:
+        """Makes the file; leaves one alone that another process has made meanwhile."""
+        try:
+            file = LedgerFile(self.path, create=True)
+            try:
+                with file.published():
+                    _append(
+                        file,
+                        {
+                            "ledger": FORMAT,
+                            "purpose": "budget",
+                            "epsilon": self.epsilon,
+                            "delta": self.delta,
+                            "unit": self.unit,
+                            "neighboring_relation": self.neighboring_relation.value,
+                        },
+                    )
+            finally:
+                file.lose("it was made")
+        except Refused:
+            if not os.path.lexists(self.path):
+                raise
+
+    @contextmanager
+    def _locked(self) -> Iterator[tuple[LedgerFile, State]]:
+        """Opens the file for this process alone; what was appended is on the disk at the end."""
+        file = LedgerFile(self.path, patience=PATIENCE)
+        try:
+            state = state_in(self.path, file)
+            file.mend()
+            yield file, state
+            file.sync()
+        finally:
+            file.lose("it was closed")
+
+    def begin(self, run: str) -> None:
+        """Notes that a run begins to read rows: runs reserved from now on may be chosen from its outcomes."""
+        with self._locked() as (file, state):
+            known = self._known(state, run)
+            if known.settled is not None:
+                raise Refused(
+                    f"Budget: run {run} ({known.what}) is settled: what it had not released is no longer reserved. "
+                    "Begin a new run."
+                )
+            if not known.has_begun:
+                _append(file, {"begin": run})
+
+    def _known(self, state: State, run: str) -> Drawn:
+        found = state.run(run)
+        if found is None:
+            names = quoted([known.run for known in state.runs], at_most=5)
+            raise Refused(f"Budget: {str(self.path)!r} has no run {run!r}. It has {names or 'none'}.")
+        return found
+
+    def _checked(self, releases: Releases) -> list[tuple[Event, int]]:
+        """Returns releases of this unit and relation; refuses others."""
+        found = checked_releases("Budget", releases)
+        units = sorted({event.unit for event, _ in found} - {self.unit})
+        if units:
+            raise Refused(
+                f"Budget: an event protects one {units[0]}, and {str(self.path)!r} is a budget for one {self.unit}: "
+                f"their epsilons do not add up. Protect {plural(self.unit)}, or open a budget for {plural(units[0])}."
+            )
+        wrong = [event for event, _ in found if not _holds(event, self.neighboring_relation)]
+        if wrong:
+            raise Refused(
+                f"Budget: {wrong[0]!r} holds for {wrong[0].neighboring_relation.in_words}, and {str(self.path)!r} is a "
+                f"budget for {self.neighboring_relation.in_words}. Open another budget for this relation; the epsilons "
+                "of both have no sum."
+            )
+        return [(event, count) for event, count in found if count]
+
+    def _with(self, state: State, releases: list[tuple[Event, int]]) -> State:
+        """Returns the state with a further run."""
+        share = None if state.is_open else state.filter.share(releases)
+        return replace(state, runs=[*state.runs, Drawn("", "", None, "", releases, share)])
+
+    def _fits(self, state: State, releases: list[tuple[Event, int]]) -> bool:
+        return self._with(state, releases).epsilon_high <= self.epsilon
+
+    def _check_fits(self, state: State, releases: list[tuple[Event, int]]) -> None:
+        further = self._with(state, releases)
+        if further.epsilon_high <= self.epsilon:
+            return
+        how = "" if state.is_open else ", as one that may be chosen from outcomes of earlier runs"
+        raise Refused(
+            f"Budget: this run does not fit into {str(self.path)!r} (epsilon {self.epsilon:g} at delta = "
+            f"{self.delta:g}): {state.epsilon_high:.4g} is drawn, and with this run{how} it would be "
+            f"{further.epsilon_high:.4g}. Nothing was read or released. Add noise, take fewer steps, or settle runs "
+            f"that have ended (torch-privacy budget status {self.path})."
+        )
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Holds what a run has reserved; as a limit of the run, it allows what is part of it.
+
+    Args:
+        budget: from which it is drawn.
+        run: its name; "" for a rank that leaves the file to the first one.
+        reserved: all that the run may release.
+    """
+
+    budget: DataBudget
+    run: str
+    reserved: tuple[tuple[Event, int], ...]
+
+    def allows(self, releases: Releases) -> bool:
+        """True if all of these together are part of what is reserved."""
+        return includes(self.reserved, releases)
+
+    def remaining(self, event: Event, after: Releases = (), most: int = 10**7) -> int:
+        """Returns how many more releases of an event are reserved after those; at most ``most``."""
+        left = _count(self.reserved)
+        left.subtract(_count(after))
+        return 0 if min(left.values(), default=0) < 0 else min(left[event], most)
+
+    @property
+    def drawn(self) -> Drawn | None:
+        """Returns what the file has of the run."""
+        return self.budget.state.run(self.run)
+
+    def begin(self) -> None:
+        """Notes that the run begins to read rows; refuses a run that is settled."""
+        if self.run:
+            self.budget.begin(self.run)
+
+    def settle(self, releases: Releases | None = None, *, reason: str = "", fingerprints: Iterable[str] = ()) -> None:
+        """Ends the run; see `DataBudget.settle`."""
+        if self.run:
+            self.budget.settle(self.run, releases, reason=reason, fingerprints=fingerprints)
+
+
+def includes(reserved: Releases, releases: Releases) -> bool:
+    """True if releases are part of those reserved, so that they cost no more."""
+    left = _count(reserved)
+    left.subtract(_count(releases))
+    return all(count >= 0 for count in left.values())
+
+
+def counted(releases: Iterable[Release]) -> list[tuple[Event, int]]:
+    """Returns the events of releases, as pairs (event, how often)."""
+    return list(Counter(release.event for release in releases).items())
+
+
+def _count(releases: Releases) -> Counter[Event]:
+    counts: Counter[Event] = Counter()
+    for event, count in releases:
+        counts[event] += count
+    return counts
+
+
+def _holds(event: Event, relation: NeighboringRelation) -> bool:
+    """True if an event holds under a relation."""
+    try:
+        return relation_of({event.neighboring_relation, relation}) == relation
+    except ValueError:
+        return False
+
+
+def _append(file: LedgerFile, line: Line) -> None:
+    file.append(*file.encode([line]))
+
+
+def new_run() -> str:
+    """Returns a new name of a run."""
+    return secrets.token_hex(RUN_BYTES)
+
+
+def now() -> str:
+    """Returns the time in UTC, by ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

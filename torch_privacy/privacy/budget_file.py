@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the file of a data set's budget: a header, and a line for each step of a run, chained by digests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..support.schema import violation
+from ..support.validate import Refused
+from .events.base import Event, NeighboringRelation, checked_releases, event_from_dict
+from .gaussian_filter import GaussianFilter
+from .ledger_file import FORMAT, LedgerFile, Line
+
+TEXT = {"type": "string"}
+SHARE = {"type": ["number", "null"], "minimum": 0}
+RELEASES = {"type": "array", "items": {"type": "object", "required": ["event", "count"]}}
+HEADER = {
+    "required": ["ledger", "purpose", "epsilon", "delta", "unit", "neighboring_relation"],
+    "properties": {
+        "ledger": {"const": FORMAT},
+        "purpose": {"const": "budget"},
+        "epsilon": {"type": "number", "exclusiveMinimum": 0},
+        "delta": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        "unit": TEXT,
+        "neighboring_relation": {"enum": [relation.value for relation in NeighboringRelation]},
+    },
+}
+LINES: Mapping[str, Any] = {  # by their first key
+    "bind": {"required": ["bind"], "properties": {"bind": {"type": "object", "required": ["fingerprint", "method"]}}},
+    "reserve": {
+        "required": ["what", "ledger", "date", "releases", "share"],
+        "properties": {
+            "reserve": TEXT,
+            "what": TEXT,
+            "ledger": {"type": ["string", "null"]},
+            "date": TEXT,
+            "releases": RELEASES,
+            "share": SHARE,
+        },
+    },
+    "begin": {"properties": {"begin": TEXT}},
+    "settle": {
+        "required": ["releases", "share", "reason", "date", "fingerprints"],
+        "properties": {
+            "settle": TEXT,
+            "releases": RELEASES,
+            "share": SHARE,
+            "reason": TEXT,
+            "date": TEXT,
+            "fingerprints": {"type": "array", "items": TEXT},
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A run that draws from a budget.
+
+    Attributes:
+        run: its name.
+        what: the run in words.
+        ledger: path of its own ledger, if it has one.
+        date: of the reservation.
+        reserved: all that it may release.
+        share: of the budget; None for a run that was declared in advance.
+        has_begun: whether it may have read rows.
+        settled: what it has released, once it has ended.
+        reason: why it ended before all was released.
+        fingerprints: of its releases.
+    """
+
+    run: str
+    what: str
+    ledger: str | None
+    date: str
+    reserved: list[tuple[Event, int]]
+    share: float | None
+    has_begun: bool = False
+    settled: list[tuple[Event, int]] | None = None
+    reason: str = ""
+    fingerprints: tuple[str, ...] = ()
+
+    @property
+    def releases(self) -> list[tuple[Event, int]]:
+        """Returns what the run is charged for."""
+        return self.reserved if self.settled is None else self.settled
+
+    @property
+    def status(self) -> str:
+        """Returns how far the run is, in a word."""
+        return "settled" if self.settled is not None else "begun" if self.has_begun else "reserved"
+
+
+@dataclass(frozen=True)
+class State:
+    """Holds the content of a budget's file.
+
+    Attributes:
+        epsilon, delta, unit, neighboring_relation: of the budget.
+        runs: in the order of their reservations.
+        data: fingerprint of the data; empty until they are bound.
+    """
+
+    epsilon: float
+    delta: float
+    unit: str
+    neighboring_relation: NeighboringRelation
+    runs: list[Drawn] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def filter(self) -> GaussianFilter:
+        """Returns the filter by which runs chosen from outcomes are priced."""
+        return GaussianFilter(self.epsilon, self.delta, self.neighboring_relation, self.unit)
+
+    @property
+    def is_open(self) -> bool:
+        """True while no run has begun, so that every run is declared in advance."""
+        return not any(run.has_begun for run in self.runs)
+
+    @property
+    def share(self) -> float:
+        """Returns the shares of all runs that may have been chosen from outcomes, together."""
+        return sum(run.share for run in self.runs if run.share is not None)
+
+    @cached_property
+    def epsilon_high(self) -> float:
+        """Returns an upper bound on ε of all runs at the budget's δ."""
+        declared = [release for run in self.runs if run.share is None for release in run.releases]
+        return self.filter.epsilon_high(declared, self.share)
+
+    def run(self, name: str) -> Drawn | None:
+        """Returns the run of this name."""
+        return next((run for run in self.runs if run.run == name), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the budget and what is drawn from it, for statements and the command."""
+        return {
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "unit": self.unit,
+            "neighboring_relation": self.neighboring_relation.value,
+            "epsilon_drawn": self.epsilon_high,
+            "num_runs": len(self.runs),
+            "num_unsettled": sum(run.settled is None for run in self.runs),
+        }
+
+
+def state_in(path: Path, file: LedgerFile | None = None) -> State:
+    """Returns what is in a budget's file, which is neither locked nor changed unless it is given open.
+
+    Raises:
+        Refused: it is damaged, or no budget.
+        FileNotFoundError: there is no such file.
+    """
+    opened = LedgerFile(path, read_only=True) if file is None else file
+    try:
+        lines = opened.read()
+    finally:
+        if file is None:
+            opened.release()
+    wrong = violation(HEADER, lines[0]) if lines else "it holds no whole line"
+    if wrong:
+        raise Refused(f"Budget: {str(path)!r} is no budget, or damaged ({wrong}). Name another file, or restore it.")
+    header = lines[0]
+    relation = NeighboringRelation(header["neighboring_relation"])
+    state = State(header["epsilon"], header["delta"], header["unit"], relation)
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            _take(state, line)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise Refused(f"Budget: line {number} of {str(path)!r} cannot be read: {error}.") from error
+    return state
+
+
+def _take(state: State, line: Line) -> None:
+    """Takes in a line."""
+    kind = next(iter(line), "")
+    if kind not in LINES or (wrong := violation(LINES[kind], line)):
+        raise ValueError(f"unknown entry {kind!r:.40}" if kind not in LINES else wrong)
+    if kind == "bind":
+        if state.data:
+            raise ValueError("the data are bound twice")
+        state.data.update(line["bind"])
+        return
+    place = next((place for place, run in enumerate(state.runs) if run.run == line[kind]), None)
+    if (place is None) != (kind == "reserve"):
+        raise ValueError(f"run {line[kind]!r:.40} is {'unknown' if place is None else 'there twice'}")
+    if place is None:
+        share, text = line["share"], {name: line[name] for name in ("what", "ledger", "date")}
+        state.runs.append(Drawn(line["reserve"], **text, reserved=_releases(line["releases"]), share=share))
+        return
+    run = state.runs[place]
+    if run.settled is not None:
+        raise ValueError(f"run {run.run!r} was settled before")
+    changed = {"has_begun": True}
+    if kind == "settle":
+        changed = {
+            "settled": _releases(line["releases"]),
+            "share": line["share"],
+            "reason": line["reason"],
+            "fingerprints": tuple(line["fingerprints"]),
+        }
+    state.runs[place] = replace(run, **changed)
+
+
+def _releases(described: list[Any]) -> list[tuple[Event, int]]:
+    return checked_releases("Budget", [(event_from_dict(one["event"]), one["count"]) for one in described])
