@@ -77,7 +77,7 @@ def made_by(command: str, name: str, returned: str) -> tuple[Any, ...]:
 
     Args:
         command: as for `function_named`.
-        name: as there.
+        name: names the function.
         returned: the values that it must return, in words.
 
     Raises:

@@ -29,7 +29,7 @@ class Sums(NamedTuple):
     num_right: int
 
     def reject(self, curve: TradeOff, significance: float) -> bool:
-        """True if a claim has so many blocks right with a probability of at most ``significance``; see `p_value`."""
+        """True if a claim with this trade-off function has a p-value of at most ``significance``."""
         return self.p_value(curve) <= significance
 
     def p_value(self, curve: TradeOff) -> float:

@@ -16,6 +16,7 @@ from .bracket import Array
 MOST_NOISE = 0.1  # of a canary's part in a release, so that each step shows who joined
 LEAST_SCALE = 8.0  # standard errors by which a canary's part may be smaller than estimated: wrong in one of 1e15
 MOST_RANKS = 8  # that may draw equal masks
+LEAST_P = 1e-300  # smaller p-values are rounded up
 FFT_ERROR = 1e-12  # added to tails of the law of batch sizes, which has rounding errors near 1e-15
 
 
@@ -257,5 +258,5 @@ TESTS: dict[str, tuple[Callable[[LoopReleases], float], str]] = {
 def judge(releases: Array, sampling_probability: float, noise_multiplier: float, significance: float) -> LoopAudit:
     """Returns the audit of the releases (runs, T, n) of a loop; see `LoopReleases`."""
     seen = LoopReleases(releases, sampling_probability, noise_multiplier)
-    tests = (LoopTest(name, min(1.0, test(seen)), meaning) for name, (test, meaning) in TESTS.items())
+    tests = (LoopTest(name, min(1.0, max(test(seen), LEAST_P)), meaning) for name, (test, meaning) in TESTS.items())
     return LoopAudit(tuple(tests), significance)
