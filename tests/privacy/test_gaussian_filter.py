@@ -124,3 +124,12 @@ def test_declared_gaussian_release_and_a_share_have_a_closed_form():
     epsilon = bounded.epsilon_high([(privacy.Gaussian(5.0), 1)], 0.1)
     revealed, curve = 1 - (1 - 0.25e-6) ** 0.1, tradeoff.Gaussian(math.sqrt(0.1 * of_whole**2 + 0.2**2))
     assert revealed + (1 - revealed) * float(curve.delta(epsilon)) == pytest.approx(1e-6, rel=1e-3)
+
+
+def test_points_on_the_curve_do_not_bound_the_chord_between_them():
+    bounded = GaussianFilter(3.0, 1e-6, RELATION, "example")
+    curve = tradeoff.Gaussian(bounded._mu)
+    for epsilons, holds in ([0.0, 3.0, 600.0], False), (np.linspace(0, 8, 4000), True):
+        points = np.asarray(epsilons, float)
+        deltas = (1 - 1e-4) * np.asarray(curve.delta(points))  # below the curve of the whole budget
+        assert bounded._dominates(1.0, points, deltas) is holds

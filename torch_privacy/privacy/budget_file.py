@@ -181,8 +181,10 @@ def state_in(path: Path, file: LedgerFile | None = None) -> State:
 def _take(state: State, line: Line) -> None:
     """Takes in a line."""
     kind = next(iter(line), "")
-    if kind not in LINES or (wrong := violation(LINES[kind], line)):
-        raise ValueError(f"unknown entry {kind!r:.40}" if kind not in LINES else wrong)
+    if kind not in LINES:
+        raise ValueError(f"unknown entry {kind!r:.40}")
+    if wrong := violation(LINES[kind], line):
+        raise ValueError(wrong)
     if kind == "bind":
         if state.data:
             raise ValueError("the data are bound twice")
