@@ -80,6 +80,8 @@ class PrivateSearch:
         running time shows roughly how many runs were made, so it must be kept from anybody who must not know that
         number. Its price is drawn from the ``budget`` of the data, if there is one.
         """
+        if budget is not None:
+            budget.check([(self.event, 1)])
         folder.create()
         try:
             ledger = privacy.Ledger(folder.ledger, run="" if budget is None else new_run())
