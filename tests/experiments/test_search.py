@@ -14,6 +14,7 @@ from torch_privacy.experiments import private_search, search
 from torch_privacy.experiments.private_search import PrivateSearch, worst_of
 from torch_privacy.experiments.search import Trial, best_of, grid, on_stand_in
 from torch_privacy.runs.folder import RunFolder
+from torch_privacy.support.validate import Refused
 
 FEW = {"epochs": 0.05}  # 6 steps
 LAW = {"mean_runs": 2.0, "distribution": "geometric", "score_noise": 10.0}
@@ -74,7 +75,12 @@ def test_a_private_search_states_one_event_for_all_its_runs(tmp_path, monkeypatc
         lambda self, step, sums, sd, *rest: noises.append(sd) or add_to(self, step, sums, sd, *rest),
     )
     job = PrivateSearch("adult", [{"learning_rate": 0.1}, {"learning_rate": 0.5}], noise_multiplier=0.8, **LAW, **FEW)
-    results = job.run(RunFolder(tmp_path / "run"))
+    few, budget = (privacy.Budget.open(tmp_path / str(e), epsilon=e, delta=1e-6) for e in (0.1, 50.0))
+    with pytest.raises(Refused, match="does not fit"):
+        job.run(RunFolder(tmp_path / "run"), few)
+    assert not (tmp_path / "run").exists()
+    results = job.run(RunFolder(tmp_path / "run"), budget)
+    assert [run.settled for run in budget.state.runs] == [[(job.event, 1)]]
     assert noises.count(10.0) >= 1
     statement = json.loads((tmp_path / "run" / "privacy.json").read_text())
     (release,) = statement["releases"]
@@ -119,6 +125,7 @@ def test_the_worst_of_several_costs_at_least_as_much_as_each():
         (["--learning-rate", "0.1", "--on", "public"], "--stand-in DIR"),
         (["--learning-rate", "0.1", "--stand-in", "x"], "--on public"),
         (["--learning-rate", "0.1", "--epsilon", "1", "--noise-multiplier", "1"], "exclude each other"),
+        (["--learning-rate", "0.1", "--budget", "x"], "--budget is for --on private"),
         (["--learning-rate", "-1"], "learning-rate -1.0 must be"),
         (["--learning-rate", "0.1", "--on", "private", "--mean-runs", "1"], "mean"),
         (["--learning-rate", "0.1", "--on", "private", "--score-noise", "0"], "--score-noise 0.0 must be"),

@@ -24,7 +24,7 @@ from torch_privacy.experiments.fitting import new_training, test_score
 from torch_privacy.experiments.search import TRIED, Candidate, trained
 from torch_privacy.experiments.task import ACCURACY, Settings, Task, check_numbers, check_settings, number_of_steps
 from torch_privacy.noise import Noise
-from torch_privacy.privacy.budget import new_run
+from torch_privacy.privacy.budget_file import new_run
 from torch_privacy.privacy.search import search_privately
 from torch_privacy.privacy.spent import CHOICE_OF_SETTINGS
 from torch_privacy.privacy.summary import attacker_as_json
@@ -81,6 +81,8 @@ class PrivateSearch:
         running time shows roughly how many runs were made, so it must be kept from anybody who must not know that
         number. Its price is drawn from the ``budget`` of the data, if there is one.
         """
+        if budget is not None:
+            budget.check([(self.event, 1)])
         folder.create()
         try:
             ledger = privacy.Ledger(folder.ledger, run="" if budget is None else new_run())

@@ -12,7 +12,7 @@ from torch_privacy import privacy, tables
 from torch_privacy.experiments import table_notes
 from torch_privacy.experiments.table_settings import Settings
 from torch_privacy.experiments.task import number_of_steps
-from torch_privacy.privacy.budget import new_run
+from torch_privacy.privacy.budget_file import new_run
 from torch_privacy.tables.price import LearningBudget
 from torch_privacy.training.bound_data import bind_data, reserve
 

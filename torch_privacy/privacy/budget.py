@@ -4,27 +4,23 @@
 from __future__ import annotations
 
 import os
-import secrets
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..support.units import ONE_EXAMPLE, check_unit, plural
+from ..support.units import ONE_EXAMPLE, check_unit
 from ..support.validate import Refused, plain_numbers, positive, quoted, strictly_between
 from .bracket import Bracket
-from .budget_file import Drawn, State, state_in
+from .budget_file import Drawn, State, append, checked, count_of, counted, create, includes, new_run, now, state_in
 from .calibrate import largest_number, log_ratio, most_steps
-from .compose import compose, relation_of
-from .events.base import Event, NeighboringRelation, check_relation, checked_releases, releases_to_json
+from .compose import compose
+from .events.base import Event, NeighboringRelation, check_relation, releases_to_json
 from .ledger import Ledger, Release
-from .ledger_file import FORMAT, LedgerFile, Line
+from .ledger_file import LedgerFile
 
 PATIENCE = 120.0  # seconds to wait for another process, which may be pricing a run
-RUN_BYTES = 6  # of the name of a run
 
 Releases = Iterable[tuple[Event, int]]
 
@@ -89,7 +85,7 @@ class Budget:
             if epsilon is None or delta is None:
                 raise FileNotFoundError(2, "no such budget; give epsilon and delta to make one", str(path))
             made = DataBudget(epsilon, delta, path, unit or ONE_EXAMPLE, neighboring_relation or DEFAULT_RELATION)
-            made._create()
+            create(path, made.epsilon, made.delta, made.unit, made.neighboring_relation)
         state = state_in(path)
         found = DataBudget(state.epsilon, state.delta, path, state.unit, state.neighboring_relation)
         differing = [f"{name}={value!r}" for name, value in given.items() if value not in (None, getattr(found, name))]
@@ -231,7 +227,7 @@ class DataBudget(Budget):
                     "releases": releases_to_json(found),
                     "share": share,
                 }
-                _append(file, line)
+                append(file, line)
             elif not includes(known.reserved, found):
                 raise Refused(
                     f"Budget: run {name} has reserved {known.reserved!r:.300} and would now release {found!r:.300}. "
@@ -249,7 +245,7 @@ class DataBudget(Budget):
             return found
         with self._locked() as (file, state):
             if not state.data:
-                _append(file, {"bind": dict(make())})
+                append(file, {"bind": dict(make())})
         return self.state.data
 
     def settle(
@@ -288,7 +284,7 @@ class DataBudget(Budget):
                 )
             line = {"settle": run, "releases": releases_to_json(made), "reason": reason, "date": now()}
             share = None if known.share is None else min(known.share, state.filter.share(made))
-            _append(file, {**line, "share": share, "fingerprints": list(fingerprints)})
+            append(file, {**line, "share": share, "fingerprints": list(fingerprints)})
 
     def settle_from(self, run: str, ledger: Ledger, *, reason: str = "") -> None:
         """Ends a run by what its ledger has; see `settle`.
@@ -299,29 +295,6 @@ class DataBudget(Budget):
         if ledger.run != run:
             raise Refused(f"Budget: this is the ledger of run {ledger.run or '(none)'}, not of {run}.")
         self.settle(run, counted(self.unknown(ledger.releases)), reason=reason)
-
-    def _create(self) -> None:
-        """Makes the file; leaves one alone that another process has made meanwhile."""
-        try:
-            file = LedgerFile(self.path, create=True)
-            try:
-                with file.published():
-                    _append(
-                        file,
-                        {
-                            "ledger": FORMAT,
-                            "purpose": "budget",
-                            "epsilon": self.epsilon,
-                            "delta": self.delta,
-                            "unit": self.unit,
-                            "neighboring_relation": self.neighboring_relation.value,
-                        },
-                    )
-            finally:
-                file.lose("it was made")
-        except Refused:
-            if not os.path.lexists(self.path):
-                raise
 
     @contextmanager
     def _locked(self) -> Iterator[tuple[LedgerFile, State]]:
@@ -345,7 +318,7 @@ class DataBudget(Budget):
                     "Begin a new run."
                 )
             if not known.has_begun:
-                _append(file, {"begin": run})
+                append(file, {"begin": run})
 
     def _known(self, state: State, run: str) -> Drawn:
         found = state.run(run)
@@ -356,21 +329,7 @@ class DataBudget(Budget):
 
     def _checked(self, releases: Releases) -> list[tuple[Event, int]]:
         """Returns releases of this unit and relation; refuses others."""
-        found = checked_releases("Budget", releases)
-        units = sorted({event.unit for event, _ in found} - {self.unit})
-        if units:
-            raise Refused(
-                f"Budget: an event protects one {units[0]}, and {str(self.path)!r} is a budget for one {self.unit}: "
-                f"their epsilons do not add up. Protect {plural(self.unit)}, or open a budget for {plural(units[0])}."
-            )
-        wrong = [event for event, _ in found if not _holds(event, self.neighboring_relation)]
-        if wrong:
-            raise Refused(
-                f"Budget: {wrong[0]!r} holds for {wrong[0].neighboring_relation.in_words}, and {str(self.path)!r} is a "
-                f"budget for {self.neighboring_relation.in_words}. Open another budget for this relation; the epsilons "
-                "of both have no sum."
-            )
-        return [(event, count) for event, count in found if count]
+        return checked(str(self.path), self.unit, self.neighboring_relation, releases)
 
     def _with(self, state: State, releases: list[tuple[Event, int]]) -> State:
         """Returns the state with a further run."""
@@ -413,8 +372,8 @@ class Reservation:
 
     def remaining(self, event: Event, after: Releases = (), most: int = 10**7) -> int:
         """Returns how many more releases of an event are reserved after those; at most ``most``."""
-        left = _count(self.reserved)
-        left.subtract(_count(after))
+        left = count_of(self.reserved)
+        left.subtract(count_of(after))
         return 0 if min(left.values(), default=0) < 0 else min(left[event], most)
 
     @property
@@ -431,44 +390,3 @@ class Reservation:
         """Ends the run; see `DataBudget.settle`."""
         if self.run:
             self.budget.settle(self.run, releases, reason=reason, fingerprints=fingerprints)
-
-
-def includes(reserved: Releases, releases: Releases) -> bool:
-    """True if releases are part of those reserved, so that they cost no more."""
-    left = _count(reserved)
-    left.subtract(_count(releases))
-    return all(count >= 0 for count in left.values())
-
-
-def counted(releases: Iterable[Release]) -> list[tuple[Event, int]]:
-    """Returns the events of releases, as pairs (event, how often)."""
-    return list(Counter(release.event for release in releases).items())
-
-
-def _count(releases: Releases) -> Counter[Event]:
-    counts: Counter[Event] = Counter()
-    for event, count in releases:
-        counts[event] += count
-    return counts
-
-
-def _holds(event: Event, relation: NeighboringRelation) -> bool:
-    """True if an event holds under a relation."""
-    try:
-        return relation_of({event.neighboring_relation, relation}) == relation
-    except ValueError:
-        return False
-
-
-def _append(file: LedgerFile, line: Line) -> None:
-    file.append(*file.encode([line]))
-
-
-def new_run() -> str:
-    """Returns a new name of a run."""
-    return secrets.token_hex(RUN_BYTES)
-
-
-def now() -> str:
-    """Returns the time in UTC, by ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -3,17 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..support.schema import violation
+from ..support.units import plural
 from ..support.validate import Refused
+from .compose import relation_of
 from .events.base import Event, NeighboringRelation, checked_releases, event_from_dict
 from .gaussian_filter import GaussianFilter
+from .ledger import Release
 from .ledger_file import FORMAT, LedgerFile, Line
+
+RUN_BYTES = 6  # of the name of a run
+Releases = Iterable[tuple[Event, int]]
 
 TEXT = {"type": "string"}
 SHARE = {"type": ["number", "null"], "minimum": 0}
@@ -213,3 +223,79 @@ def _take(state: State, line: Line) -> None:
 
 def _releases(described: list[Any]) -> list[tuple[Event, int]]:
     return checked_releases("Budget", [(event_from_dict(one["event"]), one["count"]) for one in described])
+
+
+def create(path: Path, epsilon: float, delta: float, unit: str, relation: NeighboringRelation) -> None:
+    """Makes the file of a budget; leaves one alone that another process has made meanwhile."""
+    header: Line = {"ledger": FORMAT, "purpose": "budget", "epsilon": epsilon, "delta": delta, "unit": unit}
+    try:
+        file = LedgerFile(path, create=True)
+        try:
+            with file.published():
+                append(file, {**header, "neighboring_relation": relation.value})
+        finally:
+            file.lose("it was made")
+    except Refused:
+        if not os.path.lexists(path):
+            raise
+
+
+def checked(path: str, unit: str, relation: NeighboringRelation, releases: Releases) -> list[tuple[Event, int]]:
+    """Returns releases of this unit and relation, without those that are made 0 times; refuses others."""
+    found = checked_releases("Budget", releases)
+    units = sorted({event.unit for event, _ in found} - {unit})
+    if units:
+        raise Refused(
+            f"Budget: an event protects one {units[0]}, and {path!r} is a budget for one {unit}: their epsilons do not "
+            f"add up. Protect {plural(unit)}, or open a budget for {plural(units[0])}."
+        )
+    wrong = [event for event, _ in found if not _holds(event, relation)]
+    if wrong:
+        raise Refused(
+            f"Budget: {wrong[0]!r} holds for {wrong[0].neighboring_relation.in_words}, and {path!r} is a budget for "
+            f"{relation.in_words}. Open another budget for this relation; the epsilons of both have no sum."
+        )
+    return [(event, count) for event, count in found if count]
+
+
+def includes(reserved: Releases, releases: Releases) -> bool:
+    """True if releases are part of those reserved, so that they cost no more."""
+    left = count_of(reserved)
+    left.subtract(count_of(releases))
+    return all(count >= 0 for count in left.values())
+
+
+def counted(releases: Iterable[Release]) -> list[tuple[Event, int]]:
+    """Returns the events of releases, as pairs (event, how often)."""
+    return list(Counter(release.event for release in releases).items())
+
+
+def count_of(releases: Releases) -> Counter[Event]:
+    """Returns how often each event is released."""
+    counts: Counter[Event] = Counter()
+    for event, count in releases:
+        counts[event] += count
+    return counts
+
+
+def _holds(event: Event, relation: NeighboringRelation) -> bool:
+    """True if an event holds under a relation."""
+    try:
+        return relation_of({event.neighboring_relation, relation}) == relation
+    except ValueError:
+        return False
+
+
+def append(file: LedgerFile, line: Line) -> None:
+    """Appends a line, which is on the disk once the file is synced."""
+    file.append(*file.encode([line]))
+
+
+def new_run() -> str:
+    """Returns a new name of a run."""
+    return secrets.token_hex(RUN_BYTES)
+
+
+def now() -> str:
+    """Returns the time in UTC, by ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import privacy
-from ..support.units import ONE_EXAMPLE
 from ..support.validate import positive, strictly_between, whole
 from ..training.bound_data import reserve
 from .bounds import (
@@ -150,8 +149,7 @@ def learn(
     parts = LearningBudget.of(schema, n, rows, epsilon, delta)
     if budget is None:
         return _Learning(schema, frame.iloc[kept], parts, record).learnt()
-    unit = ONE_EXAMPLE if owners is None else budget.unit
-    planned = [(replace(event, unit=unit), count) for event, count in parts.events]  # type: ignore[call-arg]
+    planned = [(e if owners is None else replace(e, unit=budget.unit), k) for e, k in parts.events]  # type: ignore
     run = reserve(budget, planned, "schema of a table", rows_of(frame), num_owners=None if owners is None else n)
     run.begin()
     learning = _Learning(schema, frame.iloc[kept], parts, record)

@@ -22,7 +22,7 @@ from ..mechanisms.estimated_norms.mechanism import SketchedSum
 from ..mechanisms.gep import BGEP, GEP
 from ..mechanisms.gep.mechanism import EmbeddedSum
 from ..mechanisms.scheduled import Scheduled
-from ..privacy.budget import new_run
+from ..privacy.budget_file import new_run
 from ..privacy.events.base import WITHOUT_NOISE
 from ..sampling.owners import Owners
 from ..sampling.shared_examples import share_examples
