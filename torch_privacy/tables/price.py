@@ -44,7 +44,7 @@ class LearningBudget:
         if self.categories is not None:
             events.append(privacy.ZeroConcentrated(self.categories.noise.rho, self.categories.delta))
         if self.bounds is not None:
-            events += [privacy.ZeroConcentrated(self.bounds / 2)] * 2
+            events += [privacy.ZeroConcentrated(CountNoise(self.rows, 1, self.bounds / 2).rho)] * 2
         return [(event, 1) for event in events]
 
     @classmethod
