@@ -212,6 +212,9 @@ def _results(evidence: Evidence) -> Iterator[Finding]:
 def _settings(settings: dict[str, Any], evidence: Evidence) -> Iterator[Finding]:
     statement, run = evidence.statement, evidence.statement.get("run") or {}
     names = NAMES if "fixed" in settings else {name: name for name in OF_COMMAND}
+    if "data_budget" in statement and "target_epsilon" in names:  # the target was met when the budget was drawn from
+        names = {name: of_statement for name, of_statement in names.items() if name != "target_epsilon"}
+        yield from _target(settings.get("target_epsilon"), statement["epsilon"])
     for name, of_statement in names.items():
         if settings.get(name) is not None or (name in settings and statement.get(of_statement) is not None):
             yield equal(f"settings.json: {name}", settings[name], statement.get(of_statement), "the statement")
@@ -227,3 +230,10 @@ def _settings(settings: dict[str, Any], evidence: Evidence) -> Iterator[Finding]
         ours = {name: value for name, value in settings.items() if name != "experiment"}
         yield equal("settings.json: those of the statement", ours, run["settings"], "the statement")
         yield equal("settings.json: experiment", settings.get("experiment"), run.get("experiment"), "the statement")
+
+
+def _target(target: float | None, epsilon: dict[str, Any] | None) -> Iterator[Finding]:
+    """Yields whether a target is met that the statement does not repeat."""
+    if target is not None and epsilon is not None and epsilon["high"] is not None:
+        subject, shown = "settings.json: target_epsilon", f"{target:g}; spent: at most {epsilon['high']:.6g}"
+        yield agrees(subject, shown) if epsilon["high"] <= target * (1 + 1e-6) else differs(subject, shown)
