@@ -146,7 +146,7 @@ class DataBudget(Budget):
         >>> run = budget.reserve([(Gaussian(5.0), 4)], "four means")
         >>> run.begin()
         >>> run.settle([(Gaussian(5.0), 4)])
-        >>> budget.allows([(Gaussian(2.0), 1)]), budget.allows([(Gaussian(5.0), 4)])
+        >>> budget.allows([(Gaussian(1.5), 1)]), budget.allows([(Gaussian(5.0), 4)])
         (False, True)
     """
 

@@ -49,6 +49,7 @@ def at_most(
         ValueError: ``count`` is below 1.
 
     Example:
+        >>> import torch
         >>> from torch.utils.data import TensorDataset
         >>> data = TensorDataset(torch.arange(6))
         >>> capped = at_most(data, ["ann", "ann", "ann", "bob", "ann", "cem"], 2)

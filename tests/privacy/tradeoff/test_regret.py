@@ -85,3 +85,9 @@ def test_true_positive_rates_are_those_of_another_accountant():
     for alpha in (1e-2, 1e-3, 1e-4):
         lines = [delta + np.exp(epsilons) * alpha, 1 - np.exp(-epsilons) * (1 - delta - alpha)]
         assert profile.true_positive_rate(alpha).high == pytest.approx(float(np.min(lines)), rel=5e-3)
+
+
+def test_releases_without_any_privacy_have_no_regret():
+    profile = privacy.compose([(privacy.SubsampledGaussian(0.6, 0.25), 40_000)])
+    assert profile.mu().high == np.inf
+    assert profile.regret() == (0.0, 1e-6)

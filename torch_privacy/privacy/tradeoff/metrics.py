@@ -121,7 +121,7 @@ def regret(f: TradeOff, mu: float) -> Bracket[float]:
     Example:
         >>> from torch_privacy.privacy.tradeoff import Laplace
         >>> round(regret(Laplace(1.0), mu(Laplace(1.0)).high).high, 3)
-        0.019
+        0.037
     """
     if mu != np.inf:
         non_negative("tradeoff.regret", mu=mu)
@@ -135,4 +135,4 @@ def _regret(f: TradeOff, mu: float) -> float:
     losses = np.log(-np.diff(beta)) - np.log(np.diff(alpha))
     gaussian = 1.0 if np.isinf(mu) else (Gaussian(mu) if mu else IDENTITY).delta(losses)
     with np.errstate(over="ignore"):
-        return max(float(((gaussian - np.asarray(f.delta(losses))) / (1 + np.exp(losses))).max()), 0.0)
+        return float(((gaussian - np.asarray(f.delta(losses))) / (1 + np.exp(losses))).max(initial=0.0))  # f = 0: none
