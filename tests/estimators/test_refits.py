@@ -110,6 +110,7 @@ def test_a_fit_that_released_nothing_does_not_count():
     classifier().fit(x, y)
 
 
+@pytest.mark.thorough
 def test_classes_that_were_looked_for_in_vain_count():
     x, y = data(20)
     with pytest.raises(ValueError, match="0 classes found"):

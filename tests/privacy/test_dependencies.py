@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from torch_privacy import privacy
 
 FOLDER = Path(privacy.__file__).parent
@@ -33,6 +35,8 @@ import importlib
 
 for name in sys.argv[1:]:
     importlib.import_module(name)
+import pytest
+
 from torch_privacy import privacy
 
 step = privacy.SubsampledGaussian(1.1, 0.01)
@@ -48,6 +52,7 @@ assert not {"torch", "matplotlib", "rich", "typer"} & set(sys.modules)
 """
 
 
+@pytest.mark.thorough
 def test_every_module_needs_numpy_and_scipy_alone():
     assert len(MODULES) > 30
     finished = subprocess.run([sys.executable, "-c", CODE, *MODULES], capture_output=True, text=True)

@@ -48,6 +48,7 @@ def test_every_step_clips_estimates_at_its_own_norm_with_its_own_noise():
     assert training.step_count == 3
 
 
+@pytest.mark.thorough
 def test_a_schedule_is_priced_step_by_step():
     training = training_of(tp.Sketched(16, clip_norm=0.5).scheduled(CLIPS), noise_schedule=NOISES)
     for (x,) in training:

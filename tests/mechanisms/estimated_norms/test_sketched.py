@@ -329,6 +329,7 @@ def test_many_projections_train_like_exact_norms():
     assert away[1] < 0.3 * away[0]
 
 
+@pytest.mark.thorough
 def test_group_size_changes_nothing_but_rounding():
     initial = small()
     ends = [train(training_of(copy.deepcopy(initial), sketched(17, group_size=g), test_seed=5)) for g in (1, 4, 17)]

@@ -222,6 +222,7 @@ def test_empty_batches_release_noise_alone_with_its_two_deviations():
     assert r.square().sum(1).mean().sqrt() == pytest.approx(2.0 * 0.2 * math.sqrt(26 - 6), rel=0.04)
 
 
+@pytest.mark.thorough
 def test_price_is_that_of_one_gaussian_for_every_share():
     q, steps = 8 / N, 6
     one = compose([(SubsampledGaussian(1 / math.sqrt(2), q), steps)]).epsilon(1e-3)

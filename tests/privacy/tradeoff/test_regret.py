@@ -76,6 +76,7 @@ def test_mu_alone_does_not_bound_errors_below_its_floor():
     assert profile.true_positive_rate(1e-5).high <= (1 - gaussian(1e-5)) * (1 + 1e-3)
 
 
+@pytest.mark.thorough
 def test_true_positive_rates_are_those_of_another_accountant():
     noise, probability, steps = 0.7, 256 / 60000, 2000
     pld = privacy_loss_distribution.from_gaussian_mechanism(noise, sampling_prob=probability).self_compose(steps)

@@ -77,6 +77,7 @@ def test_duality_comes_back_to_where_it_began(f):
     assert (back(ALPHA) <= f(ALPHA) + 1e-13).all()
 
 
+@pytest.mark.thorough(but=1)
 @given(ANY)
 def test_inverse_swaps_the_errors_and_comes_back(f):
     g = f.inverse()
