@@ -27,7 +27,8 @@ class Banded:
 
     The noise of step t is ``x_t = (z_t - Σ_j c_j x_{t-j}) / c_0``, with z_t independent and c of norm 1. Every example
     has a class, drawn once, and may join one step in ``bands``, with probability ``bands`` times q, so that sampling
-    amplifies less: more bands need a larger noise multiplier, and correlate more. `table` shows what wins.
+    amplifies less: more bands need a larger noise multiplier, and correlate more. `table` shows what wins. It is for
+    SGD: Adam divides by the noise of single steps, and lost accuracy where it was measured (docs/sampling.md).
 
     Args:
         bands: b, at least 1; q b is at most 1, but for ``inverse``. "best" takes the power of two with the least error
