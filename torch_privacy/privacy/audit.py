@@ -2,6 +2,7 @@
 """Provides the result of an audit: what the scores of canaries say about a certified privacy claim."""
 
 import math
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,7 +73,7 @@ class Audit:
         """Returns which canaries were in, from the highest score to the lowest; equal scores come in random order."""
         scores = np.concatenate([self.outside, self.inside])
         coins = np.arange(len(scores)) >= len(self.outside)
-        order = np.random.default_rng().permutation(len(scores))
+        order = np.random.default_rng(secrets.randbits(128)).permutation(len(scores))
         order = order[np.argsort(-scores[order], kind="stable")]
         return coins[order]
 

@@ -2,6 +2,7 @@
 """Tests a trade-off function by sums of the scores of independent canaries."""
 
 import math
+import secrets
 from typing import NamedTuple
 
 import numpy as np
@@ -78,7 +79,7 @@ def ideal_sums(profile: Profile, num_canaries: int, block: int) -> Sums:
 
 def sums(inside: Array, outside: Array, block: int) -> Sums:
     """Returns in how many blocks, drawn at random, the scores inside have the larger sum; ties are decided by coins."""
-    rng, count = np.random.default_rng(), min(len(inside), len(outside)) // block
+    rng, count = np.random.default_rng(secrets.randbits(128)), min(len(inside), len(outside)) // block
     halves = [_sums_of_blocks(rng.permutation(side)[: count * block], block) for side in (inside, outside)]
     larger = np.where(halves[0] == halves[1], rng.random(count) < 0.5, halves[0] > halves[1])
     return Sums(count, block, int(larger.sum()))
