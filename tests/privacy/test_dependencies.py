@@ -35,8 +35,6 @@ import importlib
 
 for name in sys.argv[1:]:
     importlib.import_module(name)
-import pytest
-
 from torch_privacy import privacy
 
 step = privacy.SubsampledGaussian(1.1, 0.01)
