@@ -315,7 +315,7 @@ def test_what_was_written_is_verified_and_the_limits_are_named(finished, capsys)
 
 
 def test_tampered_folders_are_found(finished, tmp_path, capsys):
-    """More than 60 edits; all but three by somebody who computes the digests of the files again."""
+    """More than 60 edits. All but three come with new digests of the files, as a skilled attacker would write them."""
     missed = {}
     for number, (name, (edit, subject)) in enumerate([*SEALED.items(), *NAIVE.items()]):
         run = Tampered(tmp_path / f"{number}")

@@ -46,18 +46,19 @@ def status(file: File, as_json: AsJson = False) -> None:
     """Show how much of a budget is drawn. The file is only read."""
     from torch_privacy.privacy.budget_file import state_in
     from torch_privacy.privacy.rounding import round_up
-    from torch_privacy.support.units import plural
+    from torch_privacy.support.units import ONE_EXAMPLE, plural
 
     state = state_in(file)
     content = state.as_json()
-    items = state.data.get("num_examples", f"{plural(state.unit)}, their number is not shown")
+    number = state.data.get("num_examples")
+    items = f"{plural(state.unit)}, their number is not shown" if number is None else f"{number} {plural(ONE_EXAMPLE)}"
     lines = [
         ("budget", f"epsilon {state.epsilon:g} at delta = {state.delta:g}"),
         ("protects", state.neighboring_relation.words(state.unit)),
         ("drawn", f"epsilon at most {round_up(content['epsilon_drawn'])}"),
         ("runs", f"{content['num_runs']}, of which {content['num_unsettled']} have not ended"),
         ("next run", "declared in advance" if state.is_open else "may be chosen from outcomes of earlier runs"),
-        ("data", f"{items}" if state.data else "not bound yet: the first run binds them"),
+        ("data", items if state.data else "not bound yet: the first run binds them"),
     ]
     print_result(content, lines, as_json)
 

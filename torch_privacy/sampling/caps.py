@@ -25,7 +25,7 @@ def at_most(
     """Returns the data set with at most ``count`` examples of each owner, chosen at random.
 
     It enforces the cap that `training.spent(examples_per_person=count)` states for example-level training. The cap must
-    not be the largest number of examples that somebody happens to have, which is private.
+    not be the largest number of examples of one owner in the data, which is private.
 
     Args:
         dataset: map-style.

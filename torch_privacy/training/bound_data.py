@@ -37,8 +37,8 @@ def bind_data(budget: privacy.DataBudget, data: Any, *, num_owners: int | None =
         - The fingerprint shows nothing without its key, which is in a file of its own, readable by its owner only.
 
     Raises:
-        Refused: the data are not those that the budget was bound to, have no fingerprint, or are so many that delta is
-            not below 1/n; the key is missing.
+        Refused: the budget is bound to other data; the data have no fingerprint; delta is not below 1/n; the key is
+            missing.
 
     Example:
         >>> import tempfile

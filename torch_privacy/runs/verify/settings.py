@@ -48,7 +48,7 @@ def _releases(evidence: Evidence) -> Iterator[Finding]:
     if evidence.ledger is None:
         yield unchecked(subject, "there is no ledger that can be read")
     elif evidence.is_search:
-        yield unchecked(subject, "they are one private search, whose ledger has the best run")
+        yield unchecked(subject, "the folder is a private search, and its ledger holds the best run only")
     else:
         yield _same_releases(subject, made, evidence.ledger.events, "the ledger")
     if missing := lacking(evidence.priced, made):
@@ -107,7 +107,7 @@ def _without_prior(evidence: Evidence) -> list[tuple[privacy.Event, int]]:
 
 
 def _fits(event: privacy.Event, statement: dict[str, Any]) -> bool | None:
-    """True if a release has the stated noise and sampling probability; None if that cannot be told."""
+    """True if a release has the stated noise and sampling probability; None if it has no such numbers."""
     rule, stated, q = statement["clipping"]["rule"], statement["noise_multiplier"], statement["sampling_probability"]
     one: Any = event.epoch if isinstance(event, privacy.LaterBatch) else event
     if not isinstance(event, PLAIN + IN_BINS) or "noise_schedule" in statement:
