@@ -55,10 +55,10 @@ def test_killed_run_is_settled_from_its_ledger(file, tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_training_on_a_table_draws_once_for_its_schema_and_its_steps(file, tmp_path, capsys):
-    values = [str(20 + i % 50) for i in range(400)]
-    pd.DataFrame({"age": values, "paid": ["yes", "no"] * 200}).to_csv(tmp_path / "people.csv", index=False)
+    values = [str(20 + i % 50) for i in range(4000)]  # enough rows to learn bounds at a small epsilon
+    pd.DataFrame({"age": values, "paid": ["yes", "no"] * 2000}).to_csv(tmp_path / "people.csv", index=False)
     command = ["train", str(tmp_path / "people.csv"), "--target", "paid", "--delta", "1e-6", "--quiet"]
-    command += ["--budget", str(file), "--batch-size", "100", "--epochs", "1"]
+    command += ["--budget", str(file), "--batch-size", "500", "--epochs", "1"]
     code = cli.run([*command, "--epsilon", "2.9", "--run", str(tmp_path / "2")])
     said = capsys.readouterr()
     assert code == 0, said.err

@@ -25,7 +25,7 @@ PART = re.compile(r"([0-9]{1,18})x([0-9.e+-]+)")
 
 @dataclass(frozen=True)
 class Described:
-    """What a command prices."""
+    """Releases as a command is given them: each event, and how often it takes place."""
 
     releases: Releases
     lines: Lines  # where the releases come from, for a table

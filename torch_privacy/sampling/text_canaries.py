@@ -17,7 +17,7 @@ from ..support.validate import whole
 
 
 class Exposure(NamedTuple):
-    """How well a model knows the suffix of each canary, against random ones that it has never met."""
+    """Scores of canaries: how well a model knows each suffix, against random ones that it has never met."""
 
     p_values: np.ndarray
     """(m,) share of suffixes, the canary's own included, with a loss that is as small."""

@@ -50,7 +50,7 @@ class Noise(ABC):
     @property
     @abstractmethod
     def reach(self) -> float:
-        """How far beyond the shifts outcomes have cells of their own."""
+        """The distance beyond the shifts up to which outcomes have cells of their own."""
 
     def mass(self, low: Array, high: Array) -> Array:
         """Returns the mass in [low, high), for low <= high, with relative accuracy in both tails."""

@@ -20,7 +20,7 @@ UNPUBLISHED = "the file is not in the folder"
 
 @dataclass
 class Evidence:
-    """What a run folder states, in the files that could be read."""
+    """Files of a run folder that could be read, and the statements in them."""
 
     folder: FolderReader
     statement: dict[str, Any]
