@@ -36,7 +36,7 @@ def test_a_closed_group_has_waited_for_its_threads(ranks2):
 
 
 AT_EXIT = """
-import atexit, sys
+import atexit, sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_ranks import num_threads_of_gloo
@@ -45,6 +45,8 @@ import torch.distributed as dist
 from torch_privacy.support.ranks import MessageGroup
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 kept = MessageGroup(dist.new_group(backend="gloo"))
+while not num_threads_of_gloo():  # a new thread has no name yet
+    time.sleep(0.01)
 print(num_threads_of_gloo())
 dist.destroy_process_group()
 """

@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -196,7 +197,7 @@ class ClippedSum(Mechanism):
         return self._planned if self._clip_schedule is None else self._planned.scaled(self._clip_schedule[step])
 
     def event(self, noise_multiplier: float, sampling_probability: float) -> privacy.Event:
-        return privacy.SubsampledGaussian(noise_multiplier, sampling_probability, unit=self.unit)
+        return _sampled(noise_multiplier, sampling_probability, self.unit)
 
     @property
     def sensitivity(self) -> float:
@@ -269,6 +270,12 @@ class ClippedSum(Mechanism):
             clip_norm = state["clipping"].get("clip_norm")
             positive("PrivateTraining.load_state_dict", clip_norm=clip_norm)
             self.rule = replace(self.rule, clip_norm=clip_norm)
+
+
+@lru_cache
+def _sampled(noise_multiplier: float, sampling_probability: float, unit: str) -> privacy.Event:
+    """Returns the event of one noisy sum; asked for in every step."""
+    return privacy.SubsampledGaussian(noise_multiplier, sampling_probability, unit=unit)
 
 
 def added(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,9 +49,10 @@ class TensorsOf:
         """
         if not self.tree.is_current():
             self.tree = ModelTree(self._model)
-        held = [id(p) for group in self._optimizer.param_groups for p in group["params"]]
+        held = [*chain.from_iterable(map(itemgetter("params"), self._optimizer.param_groups))]
+        held, needed = [*map(id, held)], [*map(attrgetter("requires_grad"), self.tree.parameters.values())]
         unchanged = [] if self._attributes is None else self._attributes.unchanged()
-        state = self.tree, held, [p.requires_grad for p in self.tree.parameters.values()], [*map(id, unchanged)]
+        state = self.tree, held, needed, [*map(id, unchanged)]
         if self._found is None or state != self._state:
             self._found = _found(self.tree, set(held), unchanged, self._of_optimizer() or self.tree.parameters)
             self._state = state

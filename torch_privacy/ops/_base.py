@@ -189,19 +189,22 @@ def add_at(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     return total.index_put_((index,), rows, accumulate=True)  # CUDA sorts; its index_add_ adds atomically, in any order
 
 
+HALF = frozenset({torch.float16, torch.bfloat16})
+
+
 def is_half(tensor: Tensor) -> bool:
     """Returns True if a tensor is in half precision."""
-    return tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.dtype in HALF
 
 
 def in_sum_dtype(tensor: Tensor) -> Tensor:
     """Converts half precision to float32, for norms and sums; returns other tensors unchanged."""
-    return tensor.float() if is_half(tensor) else tensor
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def in_one_dtype(x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Converts both tensors to the wider of their dtypes for sums."""
-    if x.dtype == b.dtype and not is_half(x):
+    if x.dtype == b.dtype and x.dtype not in HALF:
         return x, b
     x, b = in_sum_dtype(x), in_sum_dtype(b)
     dtype = torch.promote_types(x.dtype, b.dtype)

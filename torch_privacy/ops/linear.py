@@ -123,15 +123,19 @@ class OuterProducts:
             small = op.x.numel() + op.b.numel() <= STACKED
             alike.setdefault((op.x.shape, op.b.shape) if small else k, []).append(k)
         self._numbers = [*alike.values()]
-        self._groups = [
-            (_stacked([ops[k].x for k in numbers]), _stacked([ops[k].b for k in numbers])) for numbers in self._numbers
-        ]
+        self._groups: list[tuple[Tensor, Tensor]] = []  # factors of stacked ops, each (count, n, d)
+        for first, *others in self._numbers:
+            x, b = ops[first].x.transpose(0, 1), ops[first].b.transpose(0, 1)
+            if others:
+                x = torch.cat([x, *[ops[k].x.transpose(0, 1) for k in others]])
+                b = torch.cat([b, *[ops[k].b.transpose(0, 1) for k in others]])
+            self._groups.append((x, b))
 
     def squared_norms(self) -> Tensor:
         """Returns (n,), the sum over the ops of ``‖b‖² ‖x‖²``; like `squares_of_factor`, it counts lost underflow."""
         x, b = zip(*self._groups, strict=True)
         squares = torch.cat([torch.linalg.vector_norm(factor, dim=2) for factor in (*x, *b)]).square_()
-        squares += max(factor.shape[2] for factor in (*x, *b)) * torch.finfo(squares.dtype).tiny
+        squares += max([factor.shape[2] for factor in (*x, *b)]) * torch.finfo(squares.dtype).tiny
         of_x, of_b = squares.split(len(squares) // 2)
         return (of_x * of_b).sum(0)
 
@@ -145,11 +149,6 @@ class OuterProducts:
                 x, b = x[0], b[0]
             totals = b.mT @ (x * c) if x.shape[-1] < b.shape[-1] else (b * c).mT @ x
             yield from zip(numbers, totals if len(numbers) > 1 else [totals], strict=True)
-
-
-def _stacked(factors: list[Tensor]) -> Tensor:
-    """Returns factors (n, 1, d) as (count, n, d)."""
-    return factors[0].transpose(0, 1) if len(factors) == 1 else torch.stack([factor.squeeze(1) for factor in factors])
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
+from itertools import filterfalse
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..support.draws import AS_DRAWN, Drawn, Draws, Rule
 from ..support.model_state import same
 from ..support.torch_modes import tensors_in
+from ..support.versions import version_of
 from .batches import Batches, BatchRequest, Fetched, random_numbers_of
 from .datasets import source_of
 
@@ -335,7 +337,7 @@ def _select(batch: Any, rows: np.ndarray, n: int, found: list[bool]) -> Any:
 
 def _versions(batch: Any) -> list[int]:
     """Returns how often the tensors of a batch were written into."""
-    return [t._version for t in tensors_in(batch) if not t.is_inference()]
+    return [*map(version_of, filterfalse(torch.Tensor.is_inference, tensors_in(batch)))]
 
 
 def _shapes(batch: Any) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .draws import GOLDEN, MOST_CALLS, Drawn, Draws, Rule, is_time_first
+from .draws import AS_DRAWN, GOLDEN, MOST_CALLS, Drawn, Draws, Rule, is_time_first
 from .plain_draws import fixed_plain_draws
 from .random_state import in_eval, torch_generators
 
@@ -34,9 +34,15 @@ def drawing(draws: Draws, count: int) -> Iterator[Drawn]:
         yield drawn
 
 
-@contextmanager
-def drawing_in(model: nn.Module, draws: Draws, count: int) -> Iterator[Drawn]:
+def drawing_in(model: nn.Module, draws: Draws, count: int) -> AbstractContextManager[Drawn]:
     """Draws random numbers as ``draws`` asks for, and puts the model in eval mode if it asks for that."""
+    if draws is AS_DRAWN:
+        return nullcontext(Drawn(count))
+    return _drawing_in(model, draws, count)
+
+
+@contextmanager
+def _drawing_in(model: nn.Module, draws: Draws, count: int) -> Iterator[Drawn]:
     with ExitStack() as stack:
         if draws.in_eval:
             stack.enter_context(in_eval([*model.modules()]))

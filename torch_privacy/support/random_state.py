@@ -124,8 +124,7 @@ class _OneThread:
         """
         thread = threading.current_thread()
         with self._changed:
-            free = self._changed.wait_for(lambda: not self._others(thread), timeout=0)
-            waited = 0.0
+            free, waited = not self._others(thread), 0.0
             while not free:
                 if waited >= LONGEST_WAIT:
                     raise Refused(
@@ -151,10 +150,14 @@ class _OneThread:
 
     def users_here(self) -> list[Any]:
         """Returns the users of this thread."""
+        if not self._users:
+            return []
         with self._changed:
             return [user for user, thread in self._users.items() if thread is threading.current_thread()]
 
     def _others(self, thread: threading.Thread) -> list[threading.Thread]:
+        if not self._users:
+            return []
         return [user for user in self._users.values() if user is not thread and user.is_alive()]
 
 
@@ -216,8 +219,10 @@ class SeededRandomNumbers:
 
 def owned_by_another(owner: object) -> bool:
     """True if another owner has made random numbers in this thread, and has not closed them."""
-    owners = [user.owner() for user in _ONE_THREAD.users_here() if user.owner is not None]
-    return any(other is not None and other is not owner for other in owners)
+    for user in _ONE_THREAD.users_here():
+        if user.owner is not None and user.owner() not in (None, owner):
+            return True
+    return False
 
 
 _RECORDING_DISABLED: ContextVar[bool] = ContextVar("recording_disabled", default=False)

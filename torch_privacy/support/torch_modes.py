@@ -55,14 +55,16 @@ class OpMode(TorchFunctionMode):
         return self._entered > 0
 
     def __enter__(self) -> Self:
-        depth = self._depths[threading.get_ident()] = self._entered + 1
+        thread = threading.get_ident()
+        depth = self._depths[thread] = self._depths.get(thread, 0) + 1
         if depth == 1:
             super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._entered > 1:
-            self._depths[threading.get_ident()] -= 1
+        thread = threading.get_ident()
+        if self._depths.get(thread, 0) > 1:
+            self._depths[thread] -= 1
         else:
             self.stop()
 
@@ -110,46 +112,46 @@ class _ForAllThreads:
         self._inside: dict[Change, int] = {}
         self._undo: dict[Change, Callable[[], object]] = {}
 
-    def enter(self, change: Change) -> None:
-        """Makes a change, unless it is made; it returns what undoes it, or None if it cannot be made yet."""
+    def enter(self, changes: tuple[Change, ...]) -> None:
+        """Makes changes, unless they are made; each returns what undoes it, or None if it cannot be made yet."""
         with self._lock:
-            self._inside[change] = self._inside.get(change, 0) + 1
-            if change not in self._undo and (undo := change()) is not None:
-                self._undo[change] = undo
+            for change in changes:
+                self._inside[change] = self._inside.get(change, 0) + 1
+                if change not in self._undo and (undo := change()) is not None:
+                    self._undo[change] = undo
 
-    def leave(self, change: Change) -> None:
-        """Undoes a change, if no other is inside."""
+    def leave(self, changes: tuple[Change, ...]) -> None:
+        """Undoes the changes, latest first, where no other is inside."""
         with self._lock:
-            self._inside[change] -= 1
-            if not self._inside[change] and change in self._undo:
-                self._undo.pop(change)()
+            for change in reversed(changes):
+                self._inside[change] -= 1
+                if not self._inside[change] and change in self._undo:
+                    self._undo.pop(change)()
 
 
 _FOR_ALL_THREADS = _ForAllThreads()
 
 
 class _Changed(AbstractContextManager[None]):
-    """Has a change made inside; may be entered again."""
+    """Has changes made inside; may be entered again."""
 
-    def __init__(self, change: Change):
-        self._change = change
+    def __init__(self, *changes: Change):
+        self._changes = changes
 
     def __enter__(self) -> None:
-        _FOR_ALL_THREADS.enter(self._change)
+        _FOR_ALL_THREADS.enter(self._changes)
 
     def __exit__(self, *error: object) -> None:
-        _FOR_ALL_THREADS.leave(self._change)
+        _FOR_ALL_THREADS.leave(self._changes)
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Makes compiled functions run uncompiled inside, so that their ops can be recorded.
+def uncompiled() -> AbstractContextManager[None]:
+    """Returns a context in which compiled functions run uncompiled, so that their ops can be recorded.
 
     A parameter that the forward parametrizes, as adapters of single parameters do, is not set to itself: torch would
     count that as a write, after which it is no longer known for the same parameter.
     """
-    with _Changed(_set_others_alone), _Changed(_run_eagerly):
-        yield
+    return _Changed(_set_others_alone, _run_eagerly)
 
 
 def _set_others_alone() -> Callable[[], object] | None:
@@ -227,6 +229,10 @@ def _is_coarse_on_cpu() -> bool:
         return True
 
 
+def _is_exact_on_cpu() -> bool:
+    return not torch.is_autocast_enabled("cpu") and not _is_coarse_on_cpu()
+
+
 def product_rounding(device: torch.device) -> float:
     """Returns the relative rounding of factors in the user's own float32 products, if settings allow it; else 0."""
     if device.type == "cpu":
@@ -239,12 +245,13 @@ def exact(method: Method) -> Method:
 
     @wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() and self._device.type == "cpu" and _is_exact_on_cpu():  # most of the time
+            return method(self, *args, **kwargs)
         with torch.no_grad(), without_autocast(self._device.type), full_precision(self._device):
             return method(self, *args, **kwargs)
 
     return guarded  # pyright: ignore[reportReturnType]
 
 
-def saves_elsewhere() -> bool:
-    """True if tensors that autograd saves now pass through hooks, as with checkpointing or offloading."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
+# Returns hooks that tensors pass through when autograd saves them, as with checkpointing or offloading; None if none.
+saves_elsewhere: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)  # type: ignore[attr-defined]

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress
+from operator import attrgetter, eq
 
 from torch import Tensor
+
+version_of = attrgetter("_version")
 
 
 class Versions:
@@ -13,12 +17,13 @@ class Versions:
 
     def __init__(self, tensors: Iterable[Tensor]):
         self._tensors = [*tensors]
-        self._versions = [t._version for t in self._tensors]
+        self._versions = [*map(version_of, self._tensors)]
 
     def are_current(self) -> bool:
         """True if nothing was written into any of the tensors since."""
-        return self._versions == [t._version for t in self._tensors]
+        return self._versions == [*map(version_of, self._tensors)]
 
     def unchanged(self) -> list[Tensor]:
         """Returns the tensors into which nothing was written since."""
-        return [t for t, version in zip(self._tensors, self._versions, strict=True) if t._version == version]
+        now = [*map(version_of, self._tensors)]
+        return [*compress(self._tensors, map(eq, now, self._versions))]

@@ -40,7 +40,7 @@ class FiniteRows:
         self._in_vain = in_vain
         self._lost, self._drawn = self._lost + num_lost, self._drawn + num_drawn
         counts = (num_lost, num_drawn), (self._lost, self._drawn)
-        if not self._has_warned and any(lost >= FEWEST and 2 * lost >= drawn for lost, drawn in counts):
+        if self._lost and not self._has_warned and any(lost >= FEWEST and 2 * lost >= drawn for lost, drawn in counts):
             self._has_warned = True
             warn(
                 f"PrivateTraining: half of the examples of step {step}, or more, have a gradient that is not finite, "

@@ -205,15 +205,24 @@ class Rehearsals:
 
     def __post_init__(self) -> None:
         self._places = SettingPlaces(self.model)
+        self._due: tuple[Any, set[int]] = None, set()
         self.memory.moving = self.watch.moving
 
     def are_due(self, step: int, number: int, count: int) -> tuple[bool, bool]:
         """Returns whether microbatch ``number`` of ``count`` is to be rehearsed, and whether in full."""
-        if self.assumed:
-            return False, False
-        first = self._chance(b"rehearsal")  # the microbatch that is rehearsed first; the others follow in turn
-        due = step == self.num_steps - 1 or number in [(first + turn) % count for turn in self._turns(step)]
+        due = not self.assumed and (step == self.num_steps - 1 or number in self._due_of(step, count))
         return due, due and step <= THOROUGH
+
+    def _due_of(self, step: int, count: int) -> set[int]:
+        """Returns the microbatches of a step, of ``count``, that are to be rehearsed; asked for twice in a step."""
+        asked = self.releases, step, count
+        if self._due[0] != asked:
+            self._due = asked, self._find_due(step, count)
+        return self._due[1]
+
+    def _find_due(self, step: int, count: int) -> set[int]:
+        first = self._chance(b"rehearsal")  # the microbatch that is rehearsed first; the others follow in turn
+        return {(first + turn) % count for turn in self._turns(step)}
 
     def _turns(self, step: int) -> Iterator[int]:
         """Yields, for each reason to rehearse a step, how many steps were rehearsed for the same reason before."""

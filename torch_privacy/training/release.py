@@ -29,6 +29,7 @@ from .schedule import Plan
 from .settings import TrainingSettings
 
 RECORDED, NOT_REPEATED = 0, 1
+FEW, SMALL = 3, 2**20  # tensors, and numbers in all of them, from and up to which they are moved into one
 
 # The releases of this process: noise key -> step -> fingerprint
 _RELEASED: dict[bytes, dict[int, str]] = {}
@@ -194,11 +195,11 @@ class Releases:
     def release(
         self,
         step: int,
-        sums: Mapping[str, Tensor],
+        sums: dict[str, Tensor],
         stddevs: Mapping[str, float],
         places: Mapping[str, int] | None = None,
     ) -> None:
-        """Adds the step's noise to the sums in place, and records the release.
+        """Adds the step's noise to the sums, in place or in one copy of all of them, and records the release.
 
         Each rank adds the noise of its slice, by its ``places``. Rank 0 records one fingerprint of all slices, and no
         rank returns before that.
@@ -208,8 +209,9 @@ class Releases:
             Refused: the step was released before with the same noise, or another process may release it.
         """
         try:
-            self.noise.add_to(step, sums, stddevs, places)
-            fingerprint = self._fingerprint(step, sums)
+            whole, scale = _in_one(sums, stddevs) if places is None else (sums, stddevs)
+            self.noise.add_to(step, whole, scale, places)
+            fingerprint = self._fingerprint(step, whole)
         except Exception as error:
             self._ranks.tell(f"adds noise in step {step}", error)
             raise
@@ -308,6 +310,24 @@ def _cut_between(owners: np.ndarray, number: int, microbatch_size: int | None) -
             start = min(int(ends[max(fitting, following)]), last)
             cuts[-1].append(start)
     return cuts
+
+
+def _in_one(
+    sums: dict[str, Tensor], stddevs: Mapping[str, float]
+) -> tuple[Mapping[str, Tensor], Mapping[str, float] | float]:
+    """Moves small sums into one tensor, of which they become views, because a call costs more than its arithmetic.
+
+    Returns this tensor and its standard deviation; the sums as they are if they are large, few, or of several kinds.
+    """
+    tensors = [*sums.values()]
+    sizes = [*map(Tensor.numel, tensors)]
+    kinds = {*zip(stddevs.values(), [t.dtype for t in tensors], [t.device for t in tensors], strict=True)}
+    if len(sizes) < FEW or sum(sizes) > SMALL or len(kinds) > 1 or [*stddevs] != [*sums]:
+        return sums, stddevs
+    whole = torch.cat([t.view(-1) for t in tensors])
+    parts = zip(sums, whole.split(sizes), tensors, strict=True)
+    sums.update({name: part.view(t.shape) for name, part, t in parts})
+    return {"": whole}, next(iter(stddevs.values()))
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> Iterator[np.ndarray]:

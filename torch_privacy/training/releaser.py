@@ -109,9 +109,9 @@ class Releaser:
         """Refuses settings that have changed since the start: the release must be the one that the ledger records."""
         ours, mechanism, step = self._setup.settings, self._setup.mechanism, self._state.step
         actual, planned = mechanism.settings(), self._setup.plan.at(step)
-        event, recorded = ours.event(mechanism, ours.noise_at(step), step), ours.recorded()
-        ways = {name: str(recorded[name]) for name in ("jacobian", "perturbation")}
-        if event != planned or {name: actual.get(name, str(None)) for name in ways} != ways:
+        event = ours.event(mechanism, ours.noise_at(step), step)
+        changed = [name for name, way in ours.ways().items() if actual.get(name, str(None)) != str(way)]
+        if event != planned or changed:
             raise Refused(
                 f"PrivateTraining: noise, sampling or clipping={ours.clipping!r} have changed since the start: this "
                 f"step would be {event!r}, but the ledger would record {planned!r}. Make a new PrivateTraining, with "

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,7 @@ class TrainingSettings:
 
     def _of_poisson(self, mechanism: Mechanism, noise_multiplier: float) -> privacy.Event:
         """Returns the event of a step as if examples were drawn by Poisson sampling."""
-        event: Any = mechanism.event(noise_multiplier, self.sampling_probability)
-        return replace(event, neighboring_relation=self.neighboring_relation)
+        return _under(self.neighboring_relation, mechanism.event(noise_multiplier, self.sampling_probability))
 
     @property
     def prior_events(self) -> list[tuple[privacy.Event, int]]:
@@ -300,19 +300,23 @@ class TrainingSettings:
             return None
         return list(self.correlation.coefficients(self.num_steps, self.sampling_probability))
 
+    def ways(self) -> dict[str, Any]:
+        """Returns the settings of estimated norms and of embedded gradients, by the names that run folders have."""
+        way = self.unscheduled
+        sketched = way.projections.in_states if isinstance(way, Sketched) else None
+        return {"jacobian": sketched, "perturbation": way if isinstance(way, (GEP, BGEP)) else None}
+
     def recorded(self) -> dict[str, Any]:
         """Returns all settings by the names that run folders have had from the start."""
         way = self.unscheduled
-        sketched = way if isinstance(way, Sketched) else None
-        embedded = way if isinstance(way, (GEP, BGEP)) else None
-        rule = way if sketched is None else Flat(sketched.clip_norm)
+        rule = Flat(way.clip_norm) if isinstance(way, Sketched) else None if isinstance(way, (GEP, BGEP)) else way
         return {
             "num_examples": self.num_examples,
             "expected_batch_size": self.expected_batch_size,
             "num_steps": self.num_steps,
             "sampling": self.sampling,
             "correlation": self.correlation,
-            "clipping": rule if embedded is None else None,
+            "clipping": rule,
             "noise_multiplier": self.noise_multiplier,
             "noise_schedule": self.noise_schedule,
             "clip_schedule": self.clip_schedule,
@@ -322,8 +326,7 @@ class TrainingSettings:
             "microbatch_size": self.performance.microbatch_size,
             "views": self.views,
             "memory_budget": self.performance.memory_budget,
-            "jacobian": None if sketched is None else sketched.projections.in_states,
-            "perturbation": embedded,
+            **self.ways(),
             "prior_releases": self.prior_releases,
             "not_for_release": self.not_for_release,
             "assume_independent": self.assume_independent,
@@ -332,6 +335,12 @@ class TrainingSettings:
             "num_canaries": self.num_canaries,
             "owners": self.owners,
         }
+
+
+@lru_cache
+def _under(relation: privacy.NeighboringRelation, event: Any) -> privacy.Event:
+    """Returns the event under another relation; asked for in every step."""
+    return replace(event, neighboring_relation=relation)
 
 
 def _digest(factors: tuple[float, ...]) -> str:

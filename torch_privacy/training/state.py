@@ -119,7 +119,7 @@ class State:
     @property
     def num_trained(self) -> int:
         """Returns the number of trained numbers, on all ranks together."""
-        return sum(parameter.numel() for parameter in self.tensors.trained.values())
+        return sum(map(Tensor.numel, self.tensors.trained.values()))
 
     def use(self, releases: Releases, account: Account) -> None:
         """Goes on with these releases, such as those under new keys."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from ..sampling.batches import BatchRequest
 from ..sampling.owners import OwnerSampler
 from ..sampling.variants import DatasetExamples
 from ..support.fixed_draws import drawing_in
+from ..support.held_state import SIMPLE
 from ..support.model_state import MutationGuard
 from ..support.normalization import SmallGroups
 from ..support.random_state import SeededRandomNumbers, owned_by_another, random_position
@@ -31,7 +34,7 @@ from .loop_checks import OneThread, check_user_code, plain, refusing_used_graphs
 from .meeting import Meeting
 from .placement import Ranked
 from .rehearsals import Answered, FirstRun, Part
-from .release import Share
+from .release import Releases, Share
 from .state import Setup, State, StepSums, while_alive
 
 Run = Generator[Pending | None, Tensor, StepSums | None]
@@ -68,6 +71,7 @@ class StepRun:
             while_alive(self, lambda runs: lambda inputs: runs._state.outside.note(inputs, runs._state.step), None),
         )
         self.hooks.register(setup.model)
+        self._known_shares: tuple[Releases | None, int, Sequence[Share]] = None, 0, ()
 
     # A step
 
@@ -75,7 +79,7 @@ class StepRun:
         """Runs the next step on the fetched batches."""
         state, total = self._state, StepSums()
         self.listener.begin_step(len(state.releases.records(state.step)))
-        shares = self.shares(state.step)
+        shares = self._shares(state.releases, state.step)
         state.guard.check_not_lent()
         self.meeting.begin_step()
         self._setup.mechanism.begin(self._setup.model, state.tensors, state.releases.noise.key, state.step)
@@ -90,15 +94,20 @@ class StepRun:
         """Yields a request for every (micro)batch from the next step to the end."""
         releases, rehearsals = self._state.releases, self._state.rehearsals
         for later in range(self._state.step, end):
-            shares = self.shares(later)
+            shares = self._shares(releases, later)
             for number, share in enumerate(shares):
                 rehearsed, _ = rehearsals.are_due(later, number, len(shares))
                 seed = releases.own_secret(b"data", later, number)
                 yield BatchRequest(share.indices, self._setup.settings.views, seed, rehearsed)
 
-    def shares(self, step: int) -> Sequence[Share]:
-        """Returns this rank's share of each (micro)batch of a step."""
-        releases, mechanism = self._state.releases, self._setup.mechanism
+    def _shares(self, releases: Releases, step: int) -> Sequence[Share]:
+        """Returns this rank's share of each (micro)batch of a step; asked for twice in a step."""
+        if self._known_shares[0] is not releases or self._known_shares[1] != step:
+            self._known_shares = releases, step, self._find_shares(releases, step)
+        return self._known_shares[2]
+
+    def _find_shares(self, releases: Releases, step: int) -> Sequence[Share]:
+        mechanism = self._setup.mechanism
         if isinstance(releases.sampler, OwnerSampler):  # rows are owners
             return releases.parts(step)
         units = mechanism.units(releases.sampler, step, len(releases.records(step)))
@@ -223,7 +232,7 @@ class StepRun:
                 "set up for that one. Call its step first: run the two loops one after the other, not in a zip."
             )
         turn.prepare()
-        if turn.is_batch:
+        if turn.is_batch and self.turns_made:
             turn.batch = part.examples.batch  # an earlier turn may have written into the one that it was given
         self._check_rates(part)
         setup, state = self._setup, self._state
@@ -288,7 +297,10 @@ class StepRun:
     def _check_rates(self, part: Part) -> None:
         """Refuses a loop that changes learning rate, weight decay, ... between the turns of one batch."""
         groups = self._setup.optimizer.param_groups
-        now = [{key: plain(value) for key, value in group.items() if key != "params"} for group in groups]
+        now = [
+            {key: value if type(value) in SIMPLE else plain(value) for key, value in group.items() if key != "params"}
+            for group in groups
+        ]
         if part.rates is None:
             part.rates = now
         elif now != part.rates:
@@ -339,7 +351,7 @@ class StepRun:
             settled=tape is not None and not tape.measured,
             random=end,
             drew=end is not None and part.start != end,
-            rounding=max(torch.finfo(p.dtype).eps for p in self._state.tensors.trained.values()),
+            rounding=max(map(_eps, {*map(_dtype, self._state.tensors.trained.values())})),
             shapes=0 if tape is None else tape.code.shapes,
         )
         self._state.reached.drew |= answers.drew
@@ -383,6 +395,14 @@ class StepRun:
                 f"{meaning}."
             )
         return flat
+
+
+_dtype = attrgetter("dtype")
+
+
+@cache
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
 
 
 def _warn_of_forward(text: str) -> None:

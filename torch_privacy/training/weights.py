@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -36,11 +37,12 @@ class WeightMarks:
     def __init__(self, parameters: Mapping[str, Tensor]):
         self._parameters = dict(parameters)
         self._locals = [local_of(p) for p in parameters.values()]
-        self._addresses = [p.data_ptr() for p in self._locals]
-        self._views: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+        self._is_sharded = not all(map(is_, parameters.values(), self._locals))
+        self._addresses = [*map(Tensor.data_ptr, self._locals)]
+        self._views: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
         for name, p in zip(parameters, self._locals, strict=True):
             view = _sampled(p)
-            self._views.setdefault((view.dtype, view.device), []).append((name, view))
+            self._views.setdefault((view.dtype, view.device), {})[name] = view
         devices = {device for _, device in self._views}
         self.asks_late = len(devices) == 1 and next(iter(devices)).type != "cpu"  # else the host waits for a GPU
         self._late: tuple[Tensor, Tensor] | None = None  # step after which entries had changed, -1 if none; which had
@@ -58,9 +60,13 @@ class WeightMarks:
     def holds(self, parameters: Mapping[str, Tensor]) -> bool:
         """True if these are the remembered parameters, at the same addresses in memory."""
         known = self._parameters
-        same = parameters.keys() == known.keys() and all([known[name] is p for name, p in parameters.items()])
-        same = same and all([local_of(p) is here for p, here in zip(parameters.values(), self._locals, strict=True)])
-        return same and self._are_in_place()
+        if parameters.keys() != known.keys() or not all(
+            map(is_, map(known.__getitem__, parameters), parameters.values())
+        ):
+            return False
+        if self._is_sharded and not all(map(is_, map(local_of, parameters.values()), self._locals)):
+            return False
+        return self._are_in_place()
 
     def moved(self) -> list[str]:
         """Returns the names of the parameters that have changed since."""
@@ -78,8 +84,8 @@ class WeightMarks:
         """Returns 8 bytes that depend on the remembered entries of these parameters, by default of all."""
         digest = hashlib.blake2b(digest_size=8)
         for views, entries in zip(self._views.values(), self._entries, strict=True):
-            parts = entries.cpu().split([len(view) for _, view in views])
-            for (name, _), part in zip(views, parts, strict=True):
+            parts = entries.cpu().split([*map(len, views.values())])
+            for name, part in zip(views, parts, strict=True):
                 if names is None or name in names:
                     digest.update(part.numpy().tobytes())
         return digest.digest()
@@ -102,8 +108,8 @@ class WeightMarks:
         """Returns the names, in order, of the parameters with changed entries, and the others."""
         moved = set(others)
         for views, of_kind in zip(self._views.values(), changed, strict=True):
-            parts = of_kind.cpu().split([len(view) for _, view in views])
-            moved |= {name for (name, _), part in zip(views, parts, strict=True) if part.any()}
+            parts = of_kind.cpu().split([*map(len, views.values())])
+            moved |= {name for name, part in zip(views, parts, strict=True) if part.any()}
         return [name for name in self._parameters if name in moved]
 
     def untouched(self) -> bool:
@@ -111,10 +117,10 @@ class WeightMarks:
         return self._versions.are_current() and not self.moved()
 
     def _are_in_place(self) -> bool:
-        return self._addresses == [p.data_ptr() for p in self._locals]
+        return self._addresses == [*map(Tensor.data_ptr, self._locals)]
 
     def _present_entries(self) -> list[Tensor]:
-        return [torch.cat([view for _, view in views]) for views in self._views.values()]
+        return [torch.cat([*views.values()]) for views in self._views.values()]
 
 
 def _sampled(p: Tensor) -> Tensor:

@@ -262,10 +262,13 @@ def regular_layouts(call: Call, n: int) -> Iterator[Layout]:
 
 def _recall(kind: Kind, call: Call, n: int) -> Expected | None:
     """Returns the layout of this kind for a batch of n; None if it does not fit the output's size."""
+    return Irregular(kind[0]) if kind[1] == IRREGULAR else _recall_regular(kind, call.output.shape[kind[0]], n)
+
+
+@lru_cache(maxsize=4096)
+def _recall_regular(kind: Kind, size: int, n: int) -> Layout | None:
     dim = kind[0]
-    if kind[1] == IRREGULAR:
-        return Irregular(dim)
-    positions, left = divmod(call.shape[dim], n)
+    positions, left = divmod(size, n)
     if positions and not left:
         for layout in (Layout(dim, 1, n, positions), Layout(dim, positions, n, 1)):
             if _kind(layout) == kind:

@@ -106,7 +106,7 @@ class CallLog:
 
     def add(self, op: str, y: Tensor, uses: tuple[Use, ...], inputs: tuple[GradientEdge, ...], place: int) -> None:
         """Adds a call of an op with output y."""
-        if saves_elsewhere():
+        if saves_elsewhere() is not None:
             self.saved_elsewhere = True
         output, versions = output_of(y), []
         size = output.size
@@ -114,7 +114,7 @@ class CallLog:
             versions.append((use.weight, use.weight._version))
             for t in use.saved():
                 versions.append((t, t._version))
-                size += t.numel() * t.itemsize
+                size += t.nbytes
         call = Call(op, output, inputs, uses, versions, place, size)
         self.calls.append(call)
         if y._base is not None and output.part is None and output.placed is None and output.edge == edge_of(y):

@@ -53,11 +53,17 @@ class CodePath:
     def note_inputs(self, inputs: Any, batch: Any) -> None:
         """Adds whether each input of the model is a tensor of the batch, a view of one, or made by the loop."""
         originals = tensors_in(batch)
-        storages = {_storage(t) for t in originals}
-        for k, t in enumerate(tensors_in(inputs)):
-            kind = 0 if any([t is one for one in originals]) else 1 if _storage(t) in storages else 2
-            self.features.add(("input", k, kind))
-        self.features.update(("written into", k) for k, t in enumerate(originals) if t._version)
+        ids, storages = [*map(id, originals)], None
+        with torch._C.DisableTorchFunction():
+            for k, t in enumerate(tensors_in(inputs)):
+                kind = 0
+                if id(t) not in ids:
+                    storages = {*map(_storage, originals)} if storages is None else storages
+                    kind = 1 if _storage(t) in storages else 2
+                self.features.add(("input", k, kind))
+            for k, t in enumerate(originals):
+                if t._version:
+                    self.features.add(("written into", k))
 
     def note(self, features: Iterable[Any]) -> None:
         """Adds anything else in which paths differ."""

@@ -70,6 +70,25 @@ def tensors_among(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
+def sorted_out(values: tuple) -> tuple[list[Tensor], tuple, bool]:
+    """Returns `tensors_among` and `numbers_in` arguments, and whether there may be others; asked for each op."""
+    tensors: list[Tensor] = []
+    numbers: list[Any] = []
+    others = False
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif value is None or value is Ellipsis or isinstance(value, (int, str)):
+            numbers.append(value)
+        elif isinstance(value, (list, tuple, slice)):
+            others = True
+            tensors += tensors_among((value,))
+            numbers += numbers_in((value,))
+        else:
+            others = True
+    return tensors, tuple(numbers), others
+
+
 @cache
 def changes_in_place(func: Callable) -> bool:
     """True if the function writes into its first argument, by its name: ``add_``, ``__iadd__``, ``__setitem__``."""

@@ -38,11 +38,11 @@ class Graph:
 
     def has_custom_functions(self) -> bool:
         """True if a gradient passes an ``autograd.Function``, which cannot be looked into."""
-        return any([isinstance(node, BackwardCFunction) for node in self.children])
+        return any(map(_is_custom, {*map(type, self.children)}))
 
     def has_scripted_parts(self) -> bool:
         """True if a gradient passes a part that TorchScript has compiled, which cannot be looked into."""
-        return any([type(node).__name__ == "CppFunction" for node in self.children])
+        return any(map(_is_scripted, {*map(type, self.children)}))
 
     def cast_dtypes(self) -> set[torch.dtype]:
         """Returns the floating-point types that a gradient is cast to on its way."""
@@ -61,9 +61,10 @@ class Graph:
             node = stack.pop()
             if node not in stops:
                 found.append(node)
-                following = [n for n in self.children[node] if n not in seen]
-                seen.update(following)
-                stack += following
+                for n in self.children[node]:
+                    if n not in seen:
+                        seen.add(n)
+                        stack.append(n)
         return found
 
     def above(self, nodes: Collection[Node]) -> set[Node]:
@@ -85,6 +86,16 @@ class Graph:
             for child in children:
                 parents.setdefault(child, []).append(node)
         return parents
+
+
+@cache
+def _is_custom(kind: type) -> bool:
+    return issubclass(kind, BackwardCFunction)
+
+
+@cache
+def _is_scripted(kind: type) -> bool:
+    return kind.__name__ == "CppFunction"
 
 
 def leaves_below(node: Node) -> list[Tensor]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter, methodcaller
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +60,7 @@ class RecordedGraph:
 
     def __post_init__(self) -> None:
         self.num_losses, self.sources = self.losses.shape[0], self.recorder.tensors.sources
-        self.size = sum([call.size for call in self.calls])
+        self.size = sum(map(_size, self.calls))
 
     @property
     def leaves(self) -> Mapping[str, Tensor]:
@@ -122,10 +124,11 @@ def reach(recorder: Recorder, losses: Tensor, may_miss: Iterable[str], path_of: 
     calls, recorder.log.unrecorded = calls + unrecorded, unrecorded
     _check_weights(recorder, calls, unrecorded)
     _check_reached(recorder, calls, set(may_miss))
-    for call in calls:
-        check_unchanged(call)
+    check_unchanged(calls)
     ranks, parts = _ranks_with_parts(recorder, calls)
-    cuts = [*{cut.edge: cut for cut in recorder.program.cuts if cut.edge.node in graph.children}.values()]
+    cuts = recorder.program.cuts
+    if cuts:
+        cuts = [*{cut.edge: cut for cut in cuts if cut.edge.node in graph.children}.values()]
     program, numbers = _program(recorder, graph, finder, [*calls, *cuts])
     path = path_of(program, len(losses), numbers)
     return RecordedGraph(recorder, losses, graph, calls, unrecorded, cuts, path, parts, ranks)
@@ -134,13 +137,15 @@ def reach(recorder: Recorder, losses: Tensor, may_miss: Iterable[str], path_of: 
 def _check_weights(recorder: Recorder, calls: Sequence[Call], unrecorded: Sequence[Call]) -> None:
     """Raises if a parameter is complex, or was written into between its use and the recording's start."""
     tensors = recorder.tensors
-    complex_ones = {id(use.weight): use.weight for call in calls for use in call.uses if use.weight.is_complex()}
-    if complex_ones:
-        names = [name for weight in complex_ones.values() for name in tensors.names_of(weight)]
+    weights = {id(use.weight): use.weight for call in calls for use in call.uses}
+    if any(map(Tensor.is_complex, weights.values())):
+        names = [name for weight in weights.values() if weight.is_complex() for name in tensors.names_of(weight)]
         raise Refused(
             f"tape: parameter {', '.join(map(repr, names))} is complex, which no rule for rows allows. "
             "Keep it as real numbers (..., 2), with torch.view_as_complex(w) in the forward, or freeze it."
         )
+    if not unrecorded:
+        return
     uses = [use for call in unrecorded for use in call.uses]
     written = {id(use.weight): use.weight for use in uses if tensors.source(use.weight) is None}
     if written:
@@ -205,16 +210,19 @@ def _program(
     the loss or with other parameters trained, may have other layouts or mix examples, so that it must be measured anew.
     """
     numbers: list[int] = []
-    functions = [(step.func, without_numbers(step.numbers, numbers)) for step in recorder.program.steps()]
+    found: list[Any] = []
+    for step in recorder.program.steps():
+        found.append((step.func, without_numbers(step.numbers, numbers) if step.numbers else ()))
+    for node in finder.nodes_before(graph):
+        name = node.name()
+        found.append(name)
+        recorder.code.features.add((name, *map(_name, graph.children[node])))
     sources = recorder.tensors.sources
-    used = [(call.op, *[sources[id(use.weight)].names for use in call.uses]) for call in calls]
-    above = finder.nodes_before(graph)
-    names = [node.name() for node in above]
-    children = graph.children
-    recorder.code.note(
-        [(name, *[child.name() for child in children[node]]) for name, node in zip(names, above, strict=True)]
-    )
-    return hash((*functions, *names, *used)), tuple(numbers)
+    for call in calls:
+        found.append(call.op)
+        for use in call.uses:
+            found.append(sources[id(use.weight)].names)
+    return hash(tuple(found)), tuple(numbers)
 
 
 class CallFinder:
@@ -233,7 +241,7 @@ class CallFinder:
         """Returns the recorded calls between losses and parameters, in order, and calls for what was not recorded."""
         by_node: dict[Node, list[Call]] = {}
         for call in self._calls:
-            by_node.setdefault(call.edge.node, []).append(call)
+            by_node.setdefault(call.output.edge.node, []).append(call)
         reached: list[Call] = []
         stack, seen, complete = [graph.root], {graph.root}, True
         while stack:
@@ -244,14 +252,16 @@ class CallFinder:
             if calls is None:
                 following = graph.following(node)
             else:
-                reached += calls
-                following = [edge.node for call in calls for edge in call.inputs]
+                following = []
+                for call in calls:
+                    reached.append(call)
+                    following += map(_node, call.inputs)
             for n in following:
                 if n not in seen:
                     seen.add(n)
                     stack.append(n)
-        order = {id(call): i for i, call in enumerate(self._calls)}
-        reached.sort(key=lambda call: order[id(call)])
+        met = {*map(id, reached)}
+        reached = [call for call in self._calls if id(call) in met]
         if complete:
             return reached, []
         starts = [edge_of(losses), *(edge for call in reached for edge in call.inputs)]
@@ -266,6 +276,9 @@ class CallFinder:
         if isinstance(node, BackwardCFunction) and node.name().startswith("CheckpointFunction"):
             raise Refused("tape: reentrant activation checkpointing hides ops. Pass use_reentrant=False to checkpoint.")
         return id(getattr(node, "variable", None)) not in self._leaves
+
+
+_node, _size, _name = attrgetter("node"), attrgetter("size"), methodcaller("name")
 
 
 @cache
@@ -307,11 +320,12 @@ def check_losses(losses: Tensor) -> None:
         )
 
 
-def check_unchanged(call: Call) -> None:
-    """Raises ``Refused`` if an input of the call was changed in place."""
-    for tensor, version in call.versions:
-        if tensor._version != version:
-            raise Refused(
-                f"tape: an input of {call.op!r} was changed in place after its use, so its Jacobian is lost. "
-                "Write the later step out of place."
-            )
+def check_unchanged(calls: Iterable[Call]) -> None:
+    """Raises ``Refused`` if an input of a call was changed in place."""
+    for call in calls:
+        for tensor, version in call.versions:
+            if tensor._version != version:
+                raise Refused(
+                    f"tape: an input of {call.op!r} was changed in place after its use, so its Jacobian is lost. "
+                    "Write the later step out of place."
+                )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.overrides import _pop_mode, _push_mode
 
 from ...ops import COMPOSED, OPS, Use
@@ -29,7 +30,6 @@ from .calls import (
     CallLog,
     Output,
     RunCall,
-    edge_of,
     output_of,
     plain_output,
     uses_by_fallback,
@@ -43,8 +43,8 @@ from .functions import (
     decomposed,
     looks_up_examples,
     may_reorder,
-    numbers_in,
     picks_one,
+    sorted_out,
     tensors_among,
     traits,
 )
@@ -72,39 +72,33 @@ class Program:
 
     def __init__(self, output: Callable[[Tensor], Output]):
         self._output = output
-        self._used: list[OpStep] = []  # steps that a gradient goes back through
-        self._made_by: dict[int, tuple[weakref.ref[Tensor], OpStep]] = {}  # of tensors that no gradient goes back to
+        self.used: list[OpStep] = []  # steps that a gradient goes back through
+        self.made_by: dict[int, tuple[weakref.ref[Tensor], OpStep]] = {}  # of tensors that no gradient goes back to
         self.cuts: list[Call] = []  # tensors with entries that the data may have reordered
         self.moved = False  # the data reordered entries of some tensor, with or without a gradient
         self.moved_unseen = False  # the same, of tensors that are not known
 
     def makers(self, tensors: Iterable[Tensor]) -> list[OpStep]:
         """Returns the steps that made those of the tensors that no gradient goes back to."""
-        made_by = self._made_by
-        if not made_by:
-            return []
+        made_by = self.made_by
         known = [(t, *made_by[id(t)]) for t in tensors if id(t) in made_by]
         return [step for t, alive, step in known if alive() is t]
-
-    def add_used(self, step: OpStep) -> None:
-        """Adds a step that a gradient goes back through."""
-        self._used.append(step)
 
     def add(self, step: OpStep, results: Sequence[Tensor]) -> None:
         """Adds a step if its result has a gradient; else it is added once the result is used."""
         for t in results:
             if t.requires_grad:
-                self._used.append(step)
+                self.used.append(step)
                 return
         for t in results:
-            self._made_by[id(t)] = weakref.ref(t), step
+            self.made_by[id(t)] = weakref.ref(t), step
             if step.traits.in_place and t._base is not None:
-                self._made_by[id(t._base)] = weakref.ref(t._base), step
+                self.made_by[id(t._base)] = weakref.ref(t._base), step
 
     def steps(self) -> list[OpStep]:
         """Returns the steps that a gradient goes back through, and those that made the other tensors used there."""
         found: dict[OpStep, None] = {}
-        for step in self._used:
+        for step in self.used:
             stack = [step]
             while stack:
                 step = stack.pop()
@@ -121,8 +115,6 @@ class Program:
         self, step: OpStep, args: tuple, data: Sequence[Tensor], tensors: Iterable[Tensor], place: int
     ) -> None:
         """Adds cuts, before a step is run, if its data may determine where entries with a gradient go."""
-        if step.traits.reorders is False and len(data) < 2 and not step.made_of:  # most of them
-            return
         step.reorders = may_reorder(step.func, args, data) or any([maker.reorders for maker in step.made_of])
         if not step.reorders:
             return
@@ -201,25 +193,25 @@ class Recorder(OpMode):
         kwargs = kwargs or {}
         if self.shards is not None and self.shards.is_internal(func, values, sys._getframe(1)):
             return self._run_internal(func, args, kwargs)
-        numbers = numbers_in(values)
-        self.code.note_call(func, numbers, values)
+        tensors, numbers, others = sorted_out(values)
+        self.code.note_call(func, numbers, values if others else ())
         if is_transformed():  # the graph will tell what was used
             if traits_.reorders is not False:
                 self.program.note_unseen()
             return func(*args, **kwargs)
         known, program = self.tensors, self.program
-        tensors, weights, data = known.classify(values)
-        if len(tensors) > len(weights):
+        weights, data, plain = known.classify(tensors)
+        if plain:
             for k, entries in known.read_constants(tensors, data):
                 self.code.note_kinds(k, entries)
-        step = OpStep(func, traits_, numbers, program.makers(tensors))
+        step = OpStep(func, traits_, numbers, program.makers(tensors) if program.made_by else [])
         if not torch.is_grad_enabled():
             return self._run_without_gradient(step, args, kwargs, tensors, weights, data)
         if traits_.like_second:
             data = [t for t in data if t is args[0]]
         elif traits_.like_first:
             data = [t for t in data if t is not args[0]]
-        if weights and data and picks_one(func, args, known.source):
+        if weights and data and func is Tensor.__getitem__ and picks_one(func, args, known.source):
             data = []
         if traits_.in_place:
             if weights and not data and known.takes_examples(func, args, weights):
@@ -229,7 +221,8 @@ class Recorder(OpMode):
         if weights and (data or looks_up_examples(func, args)):
             return self._run_with_weights(step, args, kwargs, data, weights)
         if data:
-            program.check_order(step, args, data, tensors, self.code.place)
+            if traits_.reorders is not False or len(data) > 1 or step.made_of:  # seldom
+                program.check_order(step, args, data, tensors, self.code.place)
             return self._run_on_data(step, args, kwargs)
         return self._run_without_data(step, args, kwargs, tensors, weights)
 
@@ -276,21 +269,30 @@ class Recorder(OpMode):
         self, step: OpStep, args: tuple, kwargs: dict, data: list[Tensor], weights: list[Tensor]
     ) -> Any:
         """Runs an op on parameters and data. There are no calls before data that no gradient goes back to."""
-        if any([t.grad_fn is not None for t in data]):
-            self.program.check_order(step, args, data, data, self.code.place)
+        for t in data:
+            if t.grad_fn is not None:
+                if step.traits.reorders is not False or len(data) > 1 or step.made_of:
+                    self.program.check_order(step, args, data, data, self.code.place)
+                break
         else:
             step.made_of = []
-        self.program.add_used(step)
-        out = self._run_op(step.func, args, kwargs, data, weights)
+        self.program.used.append(step)
+        run = self._run_and_record if step.func in OPS else self._run_op
+        out = run(step.func, args, kwargs, data, weights)
         self._add_results([out] if isinstance(out, Tensor) else tensors_among((out,)), with_weights=True)
         return out
 
     def _run_on_data(self, step: OpStep, args: tuple, kwargs: dict) -> Any:
         """Runs an op without parameters, or without a gradient."""
         out = step.func(*args, **kwargs)
-        results = [out] if isinstance(out, Tensor) else tensors_among((args[0] if step.traits.in_place else out,))
-        self.program.add(step, results)
-        self._add_results(results)
+        if isinstance(out, Tensor) and out.requires_grad and out.ndim and out.is_floating_point():  # most of them
+            self.program.used.append(step)
+            if self._forwards:
+                self.code.shapes = hash((self.code.shapes, out.shape))
+        else:
+            results = [out] if isinstance(out, Tensor) else tensors_among((args[0] if step.traits.in_place else out,))
+            self.program.add(step, results)
+            self._add_results(results)
         if step.traits.leaves_torch and args and isinstance(args[0], Tensor):
             self.tensors.left_torch = True
             self.program.moved_unseen |= step.reorders
@@ -320,8 +322,8 @@ class Recorder(OpMode):
     # The calls
 
     def _run_op(self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], weights: list[Tensor]) -> Any:
-        """Runs an op on parameters and data, and records it, or the ops that it is composed of."""
-        inside = None if func in OPS else COMPOSED.get(func) or decomposed(func)
+        """Runs an op without a rule on parameters and data, and records it, or the ops that it is composed of."""
+        inside = COMPOSED.get(func) or decomposed(func)
         if inside is None:
             return self._run_and_record(func, args, kwargs, data, weights)
         with self._recording_inside():
@@ -340,10 +342,12 @@ class Recorder(OpMode):
         self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], weights: list[Tensor]
     ) -> Any:
         known = self.tensors
+        inputs: list[GradientEdge] = []
         for t in data:
             if t.is_nested:
                 raise _nested(known.all_names(weights))
-        inputs = tuple([edge_of(t) for t in data if t.grad_fn is not None])
+            if t.grad_fn is not None:
+                inputs.append(GradientEdge(t.grad_fn, t.output_nr))
         in_place = changes_in_place(func)
         copied = in_place and (func in OVERWRITING or func not in OPS)
         before = (args[0].detach().clone(), *args[1:]) if copied else args
@@ -354,13 +358,13 @@ class Recorder(OpMode):
         if not outputs:
             return out
         op = getattr(func, "__name__", None) or str(func)
-        self.code.note([(op, known.all_names(weights))])
+        self.code.features.add((op, known.all_names(weights)))
         if not any(map(Tensor.is_complex, (*outputs, *data, *weights))):
             wanted = [t for t in weights if t.requires_grad]
             run = RunCall(func, before, kwargs, wanted, data, result, results, in_place)
             is_sharded = self.shards is not None and self.shards.are_met(*outputs, *data, *weights)
             for y, uses in self._uses(run, is_sharded=is_sharded):
-                self.log.add(op, y, uses, inputs, self.code.place)
+                self.log.add(op, y, uses, tuple(inputs), self.code.place)
         return out
 
     def _uses(self, run: RunCall, *, is_sharded: bool) -> list[tuple[Tensor, tuple[Use, ...]]]:

@@ -72,21 +72,26 @@ class KnownTensors:
 
     # Questions
 
-    def classify(self, values: Iterable[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Returns the tensors among arguments: all, those that are sources, and those that hold data of the batch."""
-        tensors, weights, data = tensors_among(values), [], []
-        sources, constants = self.sources, self._constants
+    def classify(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], bool]:
+        """Returns those that are sources, those that hold data of the batch, and whether others have no gradient."""
+        weights: list[Tensor] = []
+        data: list[Tensor] = []
+        sources, constants, plain = self.sources, self._constants, False
         for t in tensors:
             key = id(t)
             if key in sources and sources[key].version == t._version:
                 weights.append(t)
-            elif t.requires_grad and self._becomes_known(t):
-                weights += [t] if key in sources else []
-            elif key in constants and self.is_constant(t):
                 continue
-            elif t.is_floating_point() or not self._is_cached(t):
+            if not t.requires_grad:
+                plain = True
+            elif (key in constants or t.grad_fn is None) and self._becomes_known(t):
+                weights += [t] if key in sources else []
+                continue
+            if key in constants and self.is_constant(t):
+                continue
+            if t.is_floating_point() or not self._is_cached(t):
                 data.append(t)
-        return tensors, weights, data
+        return weights, data, plain
 
     def source(self, tensor: Tensor) -> WeightSource | None:
         """Returns what a tensor was computed from; None unless it is a source."""
@@ -99,10 +104,9 @@ class KnownTensors:
 
     def all_names(self, weights: Sequence[Tensor]) -> tuple[str, ...]:
         """Returns the names of the parameters that these sources were computed from."""
-        found: set[str] = set()
-        for t in weights:
-            found.update(self.sources[id(t)].names)
-        return tuple(sorted(found))
+        if len(weights) == 1:
+            return self.sources[id(weights[0])].names
+        return tuple(sorted({name for t in weights for name in self.sources[id(t)].names}))
 
     def is_constant(self, tensor: Tensor) -> bool:
         """True for a known constant, which may be a leaf with a gradient, but is no trained parameter."""

@@ -67,6 +67,7 @@ class Block:
     summed_once: bool = False  # the ops are freed by the first sum that covers all of the block's parameters
     plan_of_op: Plan | None = None  # of the op that its rows replaced
     keeps: object = None  # something that must exist as long as the block
+    joint: bool = False  # it is known to stand alone, and to answer jointly
 
     @property
     def kind(self) -> str:
@@ -135,6 +136,7 @@ class Block:
         """Computes the norms of a block that stands alone; returns the bytes that it keeps, as the budget allows."""
         (op,) = self.ops
         if self.answers_jointly and (type(op) is Rows or not budget.may_drop):
+            self.joint = True
             return budget.hold(held_bytes(op))  # norms are computed for many such blocks together
         choice = budget.choose(op)
         if choice.keeps == "rows":
@@ -318,15 +320,27 @@ class JoinedBlocks:
     """
 
     def __init__(self, blocks: Sequence[Block]):
-        joint = [block for block in blocks if block.answers_jointly]
-        joins = len(joint) > 1 and len({(block.ops[0].dtype, block.weight.device) for block in joint}) == 1
-        self.blocks = joint if joins else []
-        self.ids = {id(block) for block in self.blocks}
-        self._of_rows = [block for block in self.blocks if type(block.ops[0]) is Rows]
-        self._of_outer = [block for block in self.blocks if type(block.ops[0]) is Linear]
-        rows = [block.ops[0].rows().unsqueeze(-1).flatten(1) for block in self._of_rows]  # also of a scalar
+        self._of_rows: list[Block] = []
+        self._of_outer: list[Block] = []
+        rows: list[Tensor] = []
+        outer: list[Linear] = []
+        kinds: set[tuple[torch.dtype, torch.device]] = set()
+        for block in blocks:
+            if block.joint or block.answers_jointly:
+                op: Any = block.ops[0]
+                if type(op) is Rows:
+                    self._of_rows.append(block)
+                    rows.append(op.values.unsqueeze(-1).flatten(1))  # also of a scalar
+                    kinds.add((op.values.dtype, block.weight.device))
+                else:
+                    self._of_outer.append(block)
+                    outer.append(op)
+                    kinds.add((op.b.dtype, block.weight.device))
+        if len(rows) + len(outer) < 2 or len(kinds) > 1:
+            self._of_rows, self._of_outer, rows, outer = [], [], [], []
+        self.blocks = [*self._of_rows, *self._of_outer]
+        self.ids = {*map(id, self.blocks)}
         self._rows = torch.cat(rows, 1) if rows else None
-        outer: list[Any] = [block.ops[0] for block in self._of_outer]
         self._outer = OuterProducts(outer) if outer else None
 
     def squared_norms(self) -> Tensor:
@@ -345,7 +359,8 @@ class JoinedBlocks:
                 yield block.names[0], part.view(block.weight.shape)
         if self._outer is not None:
             first = self._of_outer[0]
-            c, names = c.to(first.weight.device, first.ops[0].dtype), [block.names[0] for block in self._of_outer]
+            op: Any = first.ops[0]
+            c, names = c.to(first.weight.device, op.b.dtype), [block.names[0] for block in self._of_outer]
             for block in self._of_outer if frees else ():
                 block.ops = []
             for number, total in self._outer.weighted_sums(c, frees=frees):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -81,6 +82,7 @@ class Jacobian:
         self._parameters = parameters
         self._blocks = blocks
         self._joined_blocks: JoinedBlocks | None = None
+        self._device = next(map(_device, parameters.values()), torch.device("cpu"))  # of one number for each example
 
     @property
     def depends_on_graph(self) -> bool:
@@ -268,13 +270,6 @@ class Jacobian:
                 widest = torch.promote_types(widest, p.dtype)
         return widest
 
-    @property
-    def _device(self) -> torch.device:
-        """Returns the device of what has one number for each example, wherever the parameters are."""
-        for p in self._all.values():
-            return p.device
-        return torch.device("cpu")
-
     def _used(self) -> set[str]:
         """Returns the parameters that some op used."""
         return {name for block in self._blocks for name in block.names}
@@ -290,7 +285,7 @@ class Jacobian:
             if wanted.isdisjoint(block.names):
                 continue
             others = sharing[block.names[0]]
-            alone = block.stands_alone and (len(others) == 1 or disjoint(others))
+            alone = block.joint or (block.stands_alone and (len(others) == 1 or disjoint(others)))
             (separate if alone else joint).append(block)
         return separate, joint
 
@@ -309,6 +304,9 @@ class Jacobian:
             squares = [Rows(rows[name]).squared_norms().to(self._device) for name in names & wanted]
             parts.append(torch.stack(squares).sum(0))
         return torch.cat(parts)
+
+
+_device = attrgetter("device")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -77,11 +78,11 @@ def least_bytes(op: Op) -> int:
 
 def held_bytes(op: Op) -> int:
     """Returns the bytes of the tensors that an op holds, those of ops inside of it included."""
-    size, values = 0, [getattr(op, name) for name in _fields_of(type(op))]
+    size, values = 0, [*map(partial(getattr, op), _fields_of(type(op)))]
     while values:
         value = values.pop()
         if isinstance(value, Tensor):
-            size += value.numel() * value.itemsize
+            size += value.nbytes
         elif isinstance(value, Op):
             size += held_bytes(value)
         elif isinstance(value, (tuple, list)):
@@ -162,6 +163,9 @@ class MemoryBudget:
         self._held -= size
 
 
+_nbytes = attrgetter("nbytes")
+
+
 def distinct_bytes(tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of tensors, counting memory that they share once."""
     sizes: dict[int, int] = {}
@@ -210,7 +214,7 @@ class Memory:
     def budget(self, limit: float) -> MemoryBudget:
         """Returns the budget of a backward: up to 100 in units of what non-private training needs, else in bytes."""
         known = self.known or Footprint(self.activations, 0)
-        parameters = sum([p.numel() * p.itemsize for p in self._reached.parts.values()])
+        parameters = sum(map(_nbytes, self._reached.parts.values()))
         if 1 <= limit <= 100:
             limit = max(limit * max(known.activations, parameters), MIN_BUDGET)
         return MemoryBudget(limit, known.activations, known.least, self._reached.size, parameters)
