@@ -154,6 +154,8 @@ class LinearUse(Use):
 
     def op(self, b: Tensor, layout: AnyLayout) -> Op:
         x, b = in_one_dtype(self.x, b)
+        if b.ndim == 2 and type(layout) is Layout and layout.num_examples == len(b):  # one position each
+            return Linear(x.unsqueeze(1), b.unsqueeze(1))
         return Linear(_positions(layout.examples_first(x)), _positions(layout.examples_first(b)))
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..support.validate import Refused
-from ._base import AnyLayout, Op, Use, in_sum_dtype
+from ._base import AnyLayout, Layout, Op, Use, in_sum_dtype
 from .dense import Rows, sum_of_positions
 
 MAX_ENTRIES = 2**26  # 256 MiB of float32, for the rows of a weight with separate entries for every example
@@ -122,6 +122,9 @@ class SlopeUse(EntrywiseUse):
 
 def sum_to_weight(terms: Tensor, weight: Tensor, layout: AnyLayout) -> Tensor:
     """Returns the rows (n, *weight.shape) of a weight that was broadcast to y, from terms in the shape of y."""
+    regular = type(layout) is Layout and layout.dim == 0 and layout.num_examples == len(terms)
+    if regular and terms.shape[1:] == weight.shape:
+        return terms  # nothing to sum
     broadcast = (1,) * (terms.ndim - weight.ndim) + tuple(weight.shape)
     if broadcast[layout.dim] > 1 and layout.num_examples > 1:
         return _rows_of_entries_per_example(terms, weight, layout)

@@ -28,4 +28,5 @@ def end_use(used: Iterable[Used]) -> None:
 
 def is_in_use(some: Iterable[Used]) -> bool:
     """True if one of these is in use."""
-    return bool(_IN_USE) and any(id(one) in _IN_USE and _IN_USE[id(one)]() is one for one in some)
+    found = [one for one in some if id(one) in _IN_USE]
+    return bool(found) and any(_IN_USE[id(one)]() is one for one in found)

@@ -101,7 +101,7 @@ class SettingPlaces:
     """Knows where a model has its settings."""
 
     def __init__(self, model: nn.Module):
-        self._holders = [
+        holders = [
             (vars(module), key)
             for module in model.modules()
             for key, value in vars(module).items()
@@ -109,14 +109,16 @@ class SettingPlaces:
             or (type(module).__module__.startswith("torch.") and key[0] != "_" and type(value) in (bool, int, float))
         ]
         parts = [registries_of(module)[0] for module in model.modules()]
+        self._dicts, self._keys = [holder for holder, _ in holders], [key for _, key in holders]
         self._parameters = [(part, name) for part in parts for name in part]  # FSDP2 puts whole ones into them
-        self.all: list[tuple[dict[str, Any], str]] = self._holders + [({}, TRAINED)] * len(self._parameters)
+        self.all: list[tuple[dict[str, Any], str]] = holders + [({}, TRAINED)] * len(self._parameters)
 
     def values(self) -> list[Any]:
         """Returns the settings, in a fixed order."""
-        return [holder.get(key) for holder, key in self._holders] + [
-            getattr(part.get(name), TRAINED, None) for part, name in self._parameters
-        ]
+        values = [*map(dict.get, self._dicts, self._keys)]
+        for part, name in self._parameters:
+            values.append(getattr(part.get(name), TRAINED, None))
+        return values
 
 
 TRAINED = "requires_grad"

@@ -338,7 +338,7 @@ class StepRun:
         if tape is not None and part.share.counts:
             if part.rehearsed:
                 rows = RowAnswers(None if turn.is_batch else summation.compute_factors)
-            tape.code.note(("changed", name) for name in changed_buffers)
+            tape.code.note([("changed", name) for name in changed_buffers] if changed_buffers else ())
             sums = self._clipped_sums(tape, losses, summation, rows, is_batch=turn.is_batch)
         if rows is not None:
             rows.factors = {name: factors.double().cpu() for name, factors in summation.factors.items()}

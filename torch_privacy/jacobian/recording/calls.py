@@ -81,10 +81,6 @@ class Call:
         """True if one of our own compositions recorded it; its inputs are then no single tensors of the user's."""
         return self.op == SCAN
 
-    def forget(self) -> None:
-        """Drops the inputs; the ops made from the call hold what they need."""
-        self.uses, self.versions = (), []
-
     @property
     def edge(self) -> GradientEdge:
         return self.output.edge
@@ -108,8 +104,7 @@ class CallLog:
         """Adds a call of an op with output y."""
         if saves_elsewhere() is not None:
             self.saved_elsewhere = True
-        output, versions = output_of(y), []
-        size = output.size
+        output, versions, size = output_of(y), [], y.nbytes
         for use in uses:
             versions.append((use.weight, use.weight._version))
             for t in use.saved():
@@ -143,7 +138,7 @@ def output_of(y: Tensor) -> Output:
     if type(y) is not Tensor and is_distributed(y):
         return _distributed_output(y, base)
     if base is None or base.grad_fn is None:
-        return plain_output(y)
+        return Output(GradientEdge(y.grad_fn, y.output_nr), y.shape, y.dtype, None)  # pyright: ignore[reportArgumentType]
     if base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous():
         return Output(edge_of(base), y.shape, y.dtype, None)
     if not base.grad_fn.name().endswith("CopySlices"):

@@ -64,8 +64,9 @@ class FilledTensors:
         """Remembers the size of the present batch."""
         dims = {dim for dim, size in enumerate(self._shape) if size == num_examples}
         self._dims, self._shape = self._dims & dims or dims or self._dims, ()
-        seen, self._seen = self._seen, set()
-        self._of_any_batch |= {kind for kind in seen if _holds_none(kind[1], num_examples)}
+        if self._seen:
+            self._of_any_batch |= {kind for kind in self._seen if _holds_none(kind[1], num_examples)}
+            self._seen.clear()
 
     def _is_of_any_batch(self, kind: _Kind, num_examples: int | None) -> bool:
         """True if it was seen in a batch with examples that it cannot hold, the present batch included."""

@@ -46,10 +46,6 @@ class CodePath:
         """Adds the kinds of the few numbers in an argument of the latest call."""
         self.features.update([(self.place, number, k, kind_of_number(v)) for k, v in enumerate(values)])
 
-    def note_shape(self, shape: tuple[int, ...]) -> None:
-        """Adds the shape of a result."""
-        self.shapes = hash((self.shapes, shape))
-
     def note_inputs(self, inputs: Any, batch: Any) -> None:
         """Adds whether each input of the model is a tensor of the batch, a view of one, or made by the loop."""
         originals = tensors_in(batch)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class Program:
         self, step: OpStep, args: tuple, data: Sequence[Tensor], tensors: Iterable[Tensor], place: int
     ) -> None:
         """Adds cuts, before a step is run, if its data may determine where entries with a gradient go."""
-        step.reorders = may_reorder(step.func, args, data) or any([maker.reorders for maker in step.made_of])
+        step.reorders = may_reorder(step.func, args, data) or any(map(_reorders, step.made_of))
         if not step.reorders:
             return
         self.moved = True
@@ -315,7 +316,7 @@ class Recorder(OpMode):
         counts = with_weights or self._forwards  # the loop's other results, such as its logs, round no row
         for t in results:
             if counts:
-                self.code.note_shape(t.shape)
+                self.code.shapes = hash((self.code.shapes, t.shape))
             if not t.ndim or not t.is_floating_point():
                 self.tensors.add_made(t)
 
@@ -354,13 +355,13 @@ class Recorder(OpMode):
         out = func(*args, **kwargs)
         result = args[0] if in_place else out
         results = [result] if isinstance(result, Tensor) else tensors_among((result,))
-        outputs = [t for t in results if t.grad_fn is not None]
+        outputs = [*filter(_node, results)]
         if not outputs:
             return out
         op = getattr(func, "__name__", None) or str(func)
         self.code.features.add((op, known.all_names(weights)))
         if not any(map(Tensor.is_complex, (*outputs, *data, *weights))):
-            wanted = [t for t in weights if t.requires_grad]
+            wanted = [*filter(_requires_grad, weights)]
             run = RunCall(func, before, kwargs, wanted, data, result, results, in_place)
             is_sharded = self.shards is not None and self.shards.are_met(*outputs, *data, *weights)
             for y, uses in self._uses(run, is_sharded=is_sharded):
@@ -373,13 +374,18 @@ class Recorder(OpMode):
             assert self.shards is not None
             return self.shards.uses(run)
         uses = uses_by_rule(run, self.tensors)
-        return uses_by_fallback(run) if uses is None else [(run.result, self.tensors.before_expansion(uses))]
+        if uses is None:
+            return uses_by_fallback(run)
+        return [(run.result, self.tensors.before_expansion(uses) if self.tensors.expanded else uses)]
 
     def _add_composed(self, y: Tensor, uses: Iterable[Use]) -> None:
         """Adds the uses of parameters that one of our own compositions reports for y."""
         uses = tuple(use for use in uses if use.weight.requires_grad and self.tensors.source(use.weight) is not None)
         if uses:
             self.log.add(SCAN, y, uses, (), self.code.place)
+
+
+_node, _requires_grad, _reorders = attrgetter("grad_fn"), attrgetter("requires_grad"), attrgetter("reorders")
 
 
 def _nested(names: Sequence[str]) -> Refused:

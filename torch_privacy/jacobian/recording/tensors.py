@@ -61,7 +61,8 @@ class KnownTensors:
             id(p): WeightSource(p, p._version, (name,), direct=True, rearranged=True, half=False)
             for name, p in parameters.items()
         }
-        self._expanded: dict[int, Tensor] = {}  # id of an expanded source -> the tensor before ``expand``
+        self.expanded: dict[int, Tensor] = {}  # id of an expanded source -> the tensor before ``expand``
+        self._names: dict[tuple[int, ...], tuple[str, ...]] = {}  # of the parameters behind some sources
         self._constants = {id(t): (t, t._version) for t in constants}
         self._lasting = frozenset(self._constants)
         self._made: dict[int, weakref.ref[Tensor]] = {}  # integer tensors among the inputs, or made of data
@@ -104,9 +105,10 @@ class KnownTensors:
 
     def all_names(self, weights: Sequence[Tensor]) -> tuple[str, ...]:
         """Returns the names of the parameters that these sources were computed from."""
-        if len(weights) == 1:
-            return self.sources[id(weights[0])].names
-        return tuple(sorted({name for t in weights for name in self.sources[id(t)].names}))
+        key = tuple(map(id, weights))
+        if key not in self._names:
+            self._names[key] = tuple(sorted({name for number in key for name in self.sources[number].names}))
+        return self._names[key]
 
     def is_constant(self, tensor: Tensor) -> bool:
         """True for a known constant, which may be a leaf with a gradient, but is no trained parameter."""
@@ -123,9 +125,7 @@ class KnownTensors:
 
     def before_expansion(self, uses: tuple[Use, ...]) -> tuple[Use, ...]:
         """Returns uses with the parameter before ``expand``, where the op broadcasts by itself, as add and mul do."""
-        before = self._expanded
-        if not before:
-            return uses
+        before = self.expanded
         return tuple(
             replace(use, weight=before[id(use.weight)])
             if id(use.weight) in before and isinstance(use, (EntrywiseUse, ContractionUse))
@@ -210,15 +210,16 @@ class KnownTensors:
         is_moved = len(weights) == 1 and self.sources[id(weights[0])].rearranged and rearranges(func, args)
         self._add_source(result, weights, rearranged=is_moved)
         if func in EXPANSIONS:
-            self._expanded[key] = self._expanded.get(id(weights[0]), weights[0])
+            self.expanded[key] = self.expanded.get(id(weights[0]), weights[0])
         else:
-            self._expanded.pop(key, None)
+            self.expanded.pop(key, None)
 
     def _add_source(self, result: Tensor, weights: Sequence[Tensor], *, rearranged: bool) -> None:
         half = is_half(result) or any([is_half(t) or self.sources[id(t)].half for t in weights])
         self.sources[id(result)] = WeightSource(
             result, result._version, self.all_names(weights), False, rearranged, half
         )
+        self._names.clear()  # the result may have been another source, before it was written into
 
     def _is_made(self, tensor: Tensor) -> bool:
         """True for a tensor that is an input, or was made of data, or of parameters alone but without a gradient."""

@@ -113,6 +113,9 @@ class MemoryBudget:
         least: bytes that have to be held for the clipped sum, whatever is chosen.
         call_bytes: bytes of all recorded ops' inputs and outputs; they measure the progress of the backward.
         parameters: bytes of the parameters, and so of their gradients.
+
+    Attributes:
+        passed: bytes of inputs and outputs of the ops that the backward has passed.
     """
 
     may_drop = False  # True if nothing need be kept, because the graph stays for a second backward
@@ -121,7 +124,7 @@ class MemoryBudget:
         self._limit = limit * max(activations, parameters) if limit <= 100 else limit
         self._least = least
         self._activations, self._call_bytes = activations, max(call_bytes, 1)
-        self._passed, self._held, self._least_to_come = 0, 0, least
+        self.passed, self._held, self._least_to_come = 0, 0, least
 
     @property
     def wants_second_backward(self) -> bool:
@@ -131,18 +134,14 @@ class MemoryBudget:
     def fresh(self, *, may_drop: bool = False) -> MemoryBudget:
         """Returns the same budget for another backward."""
         other = copy(self)
-        other._passed, other._held, other._least_to_come, other.may_drop = 0, 0, self._least, may_drop
+        other.passed, other._held, other._least_to_come, other.may_drop = 0, 0, self._least, may_drop
         return other
-
-    def passed(self, size: int) -> None:
-        """Notes that the backward has passed an op with ``size`` bytes of inputs and outputs."""
-        self._passed += size
 
     def choose(self, op: Op) -> Choice:
         """Returns the fastest choice that fits, counting what must still be held; else the one that holds least."""
         found = choices(op)
         least = min(found, key=lambda choice: choice.held)
-        left = self._activations * max(0.0, 1 - self._passed / self._call_bytes)
+        left = self._activations * max(0.0, 1 - self.passed / self._call_bytes)
         self._least_to_come -= least.held
         room = self._limit - self._held - max(left, self._least_to_come)
         if self.may_drop:

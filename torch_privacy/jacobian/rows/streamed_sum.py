@@ -158,29 +158,25 @@ class BlockStream:
         self.groups = GroupSums(work, names)
 
     def take(self, number: int, g: Tensor | None) -> None:
-        with self._precision:  # not the backward itself, which is the user's
-            self._take(number, g)
-
-    def _take(self, number: int, g: Tensor | None) -> None:
         work = self._work
         call = work.found.places[number]
-        output = call.output
-        if type(g) is Tensor and output.part is None and g.shape == output.shape:  # most of them
-            b = g
-        else:
-            b = output.gradient(g, work.reached.losses)
-        if number < len(work.reached.calls) and work.budget is not None:
-            work.budget.passed(call.size)
-        layout = work.found.layout(number, b)
-        if number >= len(work.reached.calls):  # a cut
-            return
-        if work.request.merging is not None:
-            layout = work.request.merging.layout(layout)
-        uses = call.uses
-        if self._frees_inputs:
-            call.forget()
-        for use in uses:
-            self._take_use(use, b, layout)
+        output, uses = call.output, call.uses
+        with self._precision:  # not the backward itself, which is the user's
+            if type(g) is Tensor and output.part is None and g.shape == output.shape:  # most of them
+                b = g
+            else:
+                b = output.gradient(g, work.reached.losses)
+            if number < len(work.reached.calls) and work.budget is not None:
+                work.budget.passed += call.size
+            layout = work.found.layout(number, b)
+            if number >= len(work.reached.calls):  # a cut
+                return
+            if work.request.merging is not None:
+                layout = work.request.merging.layout(layout)
+            if self._frees_inputs:  # the ops made from the call hold what they need
+                call.uses, call.versions = (), []
+            for use in uses:
+                self._take_use(use, b, layout)
 
     def _take_use(self, use: Use, b: Tensor, layout: AnyLayout) -> None:
         key = id(use.weight)
