@@ -234,7 +234,7 @@ class ProjectedRecording(OpMode):
         self.code.note_call(func, numbers_in(args))
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and self._active:
-            self.code.note_shape(out.shape)
+            self.code.shapes = hash((self.code.shapes, out.shape))
         return out
 
     def start(self, batch: Any) -> None:
