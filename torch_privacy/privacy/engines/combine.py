@@ -73,14 +73,23 @@ class Envelope(Curve):
         return ordered(max([trivial_delta(epsilon), *(curve.delta(epsilon).low for curve in self._lower)]), high)
 
     def epsilon(self, delta: float) -> Bracket[float]:
-        high = self.epsilon_high(delta)
-        return ordered(max([0.0, *(curve.epsilon(delta).low for curve in self._lower)]), high)
+        low = _largest(self._lower, delta, lambda curve: curve.epsilon(delta).low)
+        return ordered(low, self.epsilon_high(delta))
 
     def epsilon_high(self, delta: float) -> float:
-        return max(curve.epsilon_high(delta) for curve in self._upper)
+        return _largest(self._upper, delta, lambda curve: curve.epsilon_high(delta))
 
     def surely_below(self, epsilon: float, delta: float) -> bool:
         return all(curve.surely_below(epsilon, delta) for curve in self._upper)
+
+
+def _largest(curves: Sequence[Curve], delta: float, bound: Callable[[Curve], float]) -> float:
+    """Returns the largest bound on ε(δ); of a curve that is surely below those before, it is not computed."""
+    largest = 0.0
+    for curve in curves:
+        if not largest or not curve.surely_below(largest, delta):
+            largest = max(largest, bound(curve))
+    return largest
 
 
 class CappedCurve(Curve):
