@@ -30,6 +30,7 @@ from ..support.units import ONE_EXAMPLE, plural
 from ..support.validate import Refused, plain_numbers, positive, strictly_between, whole
 from ..support.warning import warn
 from .correlation import Banded, resolved
+from .own_noise import OwnNoise, check_law, claimed, described
 from .performance import USUAL, Performance
 from .sampling import POISSON, Sampling
 from .schedule import WHERE, Plan
@@ -54,6 +55,7 @@ class TrainingSettings:
     num_steps: int
     clipping: Clipping | None = None
     noise_multiplier: float | None = None
+    own_noise: OwnNoise | None = None
     noise_schedule: tuple[float, ...] | None = None
     target_epsilon: float | None = None
     delta: float | None = None
@@ -133,6 +135,8 @@ class TrainingSettings:
 
     def _of_poisson(self, mechanism: Mechanism, noise_multiplier: float) -> privacy.Event:
         """Returns the event of a step as if examples were drawn by Poisson sampling."""
+        if self.own_noise is not None:
+            return claimed(self.own_noise, self.sampling_probability, self.unit)
         event: Any = mechanism.event(noise_multiplier, self.sampling_probability)
         return replace(event, neighboring_relation=self.neighboring_relation)
 
@@ -172,7 +176,11 @@ class TrainingSettings:
         rule = check_rule(WHERE, "clipping", way)
         if isinstance(rule, MicroBatches):
             self._check_one_kind_of_mean(rule)
-        return ClippedSum(rule, names, size, self.views, self.clip_schedule, unit)
+        mechanism = ClippedSum(rule, names, size, self.views, self.clip_schedule, unit)
+        if self.own_noise is not None:
+            num_trained = sum(parameter.numel() for parameter in trained.values())
+            check_law(self.own_noise, mechanism.sensitivity, num_trained, self.sampling_probability, unit)
+        return mechanism
 
     def _check_one_kind_of_mean(self, rule: MicroBatches) -> None:
         """Refuses micro-batches of owners, and those that would be split."""
@@ -287,6 +295,7 @@ class TrainingSettings:
             "sampling": repr(self.sampling),
             "correlation": self._coefficients(),
             "noise_multiplier": self.noise_multiplier,
+            "own_noise": None if self.own_noise is None else described(self.own_noise),
             **mechanism.settings(),
             **{name: _digest(factors) for name, factors in self._schedules().items()},
             "memory_budget": self.performance.memory_budget,  # determines the methods, which differ in the last bits
@@ -314,6 +323,7 @@ class TrainingSettings:
             "correlation": self.correlation,
             "clipping": rule if embedded is None else None,
             "noise_multiplier": self.noise_multiplier,
+            **({} if self.own_noise is None else {"own_noise": described(self.own_noise)}),
             "noise_schedule": self.noise_schedule,
             "clip_schedule": self.clip_schedule,
             "target_epsilon": self.target_epsilon,
