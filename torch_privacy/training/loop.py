@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, Never
 
@@ -32,7 +32,7 @@ from .loop_checks import name_of
 from .making import Own, agree, make_rehearsals, make_setup, make_state
 from .meeting import Meeting
 from .old_spelling import refuse_unknown
-from .own_noise import OwnNoise, check_setting, stddev_of
+from .own_noise import OwnNoise, check_setting, stated
 from .performance import USUAL, Performance
 from .placement import placement_of
 from .releaser import Releaser
@@ -210,11 +210,10 @@ class PrivateTraining(Reporting):
         with placement.ranks.together("begins a training"):
             called, examples = Callbacks(callbacks, placement.ranks), examples_of(dataset)
             canaries, num_units = examples.canaries, examples.num_units
-            own_noise = None
-            if isinstance(noise_multiplier, OwnNoise):
-                own_noise = noise_multiplier
-                check_setting(own_noise, clipping, sampling, correlation, noise_schedule, target_epsilon)
-                sampling, noise_multiplier = POISSON, stddev_of(own_noise) / own_noise.sensitivity
+            own = noise_multiplier if isinstance(noise_multiplier, OwnNoise) else None
+            if own is not None:
+                sampling, noise_multiplier = sampling or POISSON, None
+                check_setting(own, clipping, sampling, correlation, noise_schedule, target_epsilon)
             if correlation is None:
                 sampling, expected_batch_size = sampling_of(
                     sampling, epochs, expected_batch_size, num_units, clipping, noise_schedule
@@ -232,7 +231,6 @@ class PrivateTraining(Reporting):
                 sampling=sampling,
                 clipping=clipping.for_steps(num_steps) if isinstance(clipping, Scheduled) else clipping,
                 noise_multiplier=noise_multiplier,
-                own_noise=own_noise,
                 noise_schedule=factors_of("PrivateTraining", "noise_schedule", noise_schedule, num_steps),
                 target_epsilon=target_epsilon,
                 delta=delta,
@@ -247,8 +245,11 @@ class PrivateTraining(Reporting):
             )
             if correlation is not None:
                 settings = settings.correlated(correlation, shows=placement.ranks.is_first)
-            own = Own(model, optimizer, scheduler, after_update)
-            setup, files = make_setup(placement, own, examples, settings, tuple(called.names), run_folder)
+            if own is not None:
+                noise = stated(own, settings.sampling_probability, settings.unit)
+                settings = replace(settings, own_noise=noise, noise_multiplier=noise.stddev / own.sensitivity)
+            trained = Own(model, optimizer, scheduler, after_update)
+            setup, files = make_setup(placement, trained, examples, settings, tuple(called.names), run_folder)
             self._setup, self._state = setup, make_state(setup)
             observation = None
             if canaries is not None:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from functools import lru_cache
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,9 @@ from ..mechanisms.gep import BGEP, GEP
 from ..mechanisms.scheduled import Scheduled
 from ..noise import SMALLEST_TAIL
 from ..privacy.events.base import check_event
+from ..support.read_file import shown
 from ..support.validate import Refused, positive
-from .sampling import Poisson
+from .sampling import POISSON
 
 WHERE = "PrivateTraining"
 SLACK = 1e-9  # of a delta
@@ -105,7 +105,7 @@ class OwnNoise(ABC):
 def described(noise: OwnNoise) -> str:
     """Returns class and fields of the noise; refuses what is no frozen dataclass of numbers and texts."""
     kind: Any = type(noise)
-    if not is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue]
+    if "__dataclass_params__" not in kind.__dict__ or not kind.__dataclass_params__.frozen:  # of its base is not enough
         raise Refused(
             f"{WHERE}: noise_multiplier={kind.__name__}(...) must be a frozen dataclass, so that its law cannot change "
             "during the training. Decorate the class with @dataclass(frozen=True)."
@@ -120,18 +120,39 @@ def described(noise: OwnNoise) -> str:
     return f"{kind.__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
-@lru_cache(maxsize=16)
-def claimed(noise: OwnNoise, sampling_probability: float, unit: str) -> privacy.Event:
-    """Returns the event of a step, with the author's claim; refuses one for another setting."""
+@dataclass(frozen=True)
+class StatedNoise:
+    """Noise of one's own with what its author states of it, computed once.
+
+    Attributes:
+        law: the noise.
+        name: its class and fields.
+        stddev: of one number.
+        event: of one step.
+    """
+
+    law: OwnNoise
+    name: str
+    stddev: float
+    event: privacy.Event
+
+
+def stated(noise: OwnNoise, sampling_probability: float, unit: str) -> StatedNoise:
+    """Returns the noise with its name, scale and event; refuses an event for another setting."""
+    stddev, event = stddev_of(noise), _event_of(noise, sampling_probability, unit)
+    return StatedNoise(noise, described(noise), stddev, event)
+
+
+def _event_of(noise: OwnNoise, sampling_probability: float, unit: str) -> privacy.Claimed:
+    """Returns the event of a step, with the author's claim."""
     event: Any = noise.event(sampling_probability, unit)
-    name = f"{WHERE}: {described(noise)}.event returned {event!r:.300}"
+    name = f"{WHERE}: {described(noise)}.event returned {shown(event)}"
     try:
         check_event(WHERE, event)
         found = privacy.Claimed(event, described(noise), privacy.NeighboringRelation.REPLACE_SPECIAL)
     except ValueError as error:
         raise Refused(f"{name}, which is no price of a step: {error}") from error
-    stated = getattr(event, "sampling_probability", sampling_probability)
-    if stated != sampling_probability:
+    if getattr(event, "sampling_probability", sampling_probability) != sampling_probability:
         raise Refused(
             f"{name}, but examples join a step with probability {sampling_probability!r}. Give that to the event."
         )
@@ -149,7 +170,7 @@ def check_setting(
     name = described(noise)
     positive(name, sensitivity=getattr(noise, "sensitivity", None))  # pyright: ignore[reportArgumentType]
     given = {"correlation": correlation, "noise_schedule": noise_schedule, "target_epsilon": target_epsilon}
-    if sampling is not None and not isinstance(sampling, Poisson):
+    if sampling != POISSON:
         given["sampling"] = sampling
     if isinstance(clipping, Adaptive | Scheduled | Sketched | GEP | BGEP):
         given["clipping"] = clipping
@@ -187,8 +208,9 @@ def _check_magnitude(noise: OwnNoise) -> None:
     for values, tails in ((found, PROBES), (alone, PROBES[::-7])):
         if not isinstance(values, np.ndarray) or values.dtype != np.float64 or values.shape != tails.shape:
             raise Refused(f"{name} must return an array of float64 with a number for each tail; got {values!r:.200}.")
-    if not np.isfinite(found).all() or found.min() < 0:
-        raise Refused(f"{name} must be finite and at least 0; got {found[~(found >= 0) | ~np.isfinite(found)][0]!r}.")
+    odd = found[~((found >= 0) & np.isfinite(found))]
+    if len(odd):
+        raise Refused(f"{name} must be finite and at least 0; got {float(odd[0])!r}.")
     if (np.diff(found) > 0).any():
         at = PROBES[1:][np.diff(found) > 0][0]
         raise Refused(f"{name} must fall in tail, but it rises before tail={at:.6g}.")
@@ -202,22 +224,22 @@ def _check_magnitude(noise: OwnNoise) -> None:
         )
 
 
-def check_law(noise: OwnNoise, sensitivity: float, num_trained: int, sampling_probability: float, unit: str) -> None:
+def check_law(noise: StatedNoise, sensitivity: float, num_trained: int, sampling_probability: float) -> None:
     """Refuses a sensitivity that is not the clipping rule's, and a law that certainly costs more than its event.
 
     For ``1 + q (e^ε' - 1) = e^ε``, a step on a sample has the delta ``δ(ε) = q δ'(ε')``, δ' being that of the same
     change without sampling: `_lower_bounds` bounds it from below, and the event's own profile from above.
     """
-    name, own = described(noise), noise.sensitivity
+    name, own = noise.name, noise.law.sensitivity
     if not math.isclose(own, sensitivity, rel_tol=1e-12):
         raise Refused(
             f"{WHERE}: {name} is priced for a sensitivity of {own!r}, but one example changes the clipped sums by up "
             f"to {sensitivity!r}, which clipping says. Make the two equal."
         )
-    stated = privacy.compose([(claimed(noise, sampling_probability, unit), 1)])
-    for change, epsilon, delta in _lower_bounds(noise, num_trained):
+    profile = privacy.compose([(noise.event, 1)])
+    for change, epsilon, delta in _lower_bounds(noise.law, num_trained):
         at = math.log1p(sampling_probability * math.expm1(epsilon))
-        least, most = sampling_probability * delta, stated.delta(at).high
+        least, most = sampling_probability * delta, profile.delta(at).high
         if least > most + SLACK:
             raise Refused(
                 f"{WHERE}: {name} and its event disagree. Where an example changes {change}, the noise has a delta of "

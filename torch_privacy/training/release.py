@@ -24,7 +24,6 @@ from ..sampling.owners import OwnerSampler
 from ..support.ranks import Ranks, RefusedTogether
 from ..support.validate import Refused
 from .machine import NotRepeated
-from .own_noise import stddev_of
 from .placement import Placement, Ranked
 from .schedule import Plan
 from .settings import TrainingSettings
@@ -286,7 +285,7 @@ def _noise(settings: TrainingSettings, key: bytes, since: int) -> Noise:
     """Returns the noise that a key makes from a step on."""
     correlation, own = settings.correlation, settings.own_noise
     if own is not None:
-        return TailNoise(key, own.magnitude, stddev_of(own))
+        return TailNoise(key, own.law.magnitude, own.stddev)
     if correlation is None:
         return Noise(key)
     made = InverseBandedNoise if correlation.inverse else BandedNoise

@@ -30,7 +30,7 @@ from ..support.units import ONE_EXAMPLE, plural
 from ..support.validate import Refused, plain_numbers, positive, strictly_between, whole
 from ..support.warning import warn
 from .correlation import Banded, resolved
-from .own_noise import OwnNoise, check_law, claimed, described
+from .own_noise import StatedNoise, check_law
 from .performance import USUAL, Performance
 from .sampling import POISSON, Sampling
 from .schedule import WHERE, Plan
@@ -44,7 +44,8 @@ class TrainingSettings:
     """Holds the arguments of a `PrivateTraining` that determine its releases and their price; see there for each.
 
     ``clipping`` is the rule of the first step; an adaptive rule changes later. ``noise_multiplier`` is None until it is
-    calibrated. ``views``, ``owners`` and ``assume_independent`` are those of `Examples`.
+    calibrated; with an `OwnNoise` it is the standard deviation over the sensitivity. ``views``, ``owners`` and
+    ``assume_independent`` are those of `Examples`.
 
     Raises:
         ValueError: a number is out of range.
@@ -55,7 +56,7 @@ class TrainingSettings:
     num_steps: int
     clipping: Clipping | None = None
     noise_multiplier: float | None = None
-    own_noise: OwnNoise | None = None
+    own_noise: StatedNoise | None = None
     noise_schedule: tuple[float, ...] | None = None
     target_epsilon: float | None = None
     delta: float | None = None
@@ -136,7 +137,7 @@ class TrainingSettings:
     def _of_poisson(self, mechanism: Mechanism, noise_multiplier: float) -> privacy.Event:
         """Returns the event of a step as if examples were drawn by Poisson sampling."""
         if self.own_noise is not None:
-            return claimed(self.own_noise, self.sampling_probability, self.unit)
+            return self.own_noise.event
         event: Any = mechanism.event(noise_multiplier, self.sampling_probability)
         return replace(event, neighboring_relation=self.neighboring_relation)
 
@@ -179,7 +180,7 @@ class TrainingSettings:
         mechanism = ClippedSum(rule, names, size, self.views, self.clip_schedule, unit)
         if self.own_noise is not None:
             num_trained = sum(parameter.numel() for parameter in trained.values())
-            check_law(self.own_noise, mechanism.sensitivity, num_trained, self.sampling_probability, unit)
+            check_law(self.own_noise, mechanism.sensitivity, num_trained, self.sampling_probability)
         return mechanism
 
     def _check_one_kind_of_mean(self, rule: MicroBatches) -> None:
@@ -295,7 +296,7 @@ class TrainingSettings:
             "sampling": repr(self.sampling),
             "correlation": self._coefficients(),
             "noise_multiplier": self.noise_multiplier,
-            "own_noise": None if self.own_noise is None else described(self.own_noise),
+            "own_noise": None if self.own_noise is None else self.own_noise.name,
             **mechanism.settings(),
             **{name: _digest(factors) for name, factors in self._schedules().items()},
             "memory_budget": self.performance.memory_budget,  # determines the methods, which differ in the last bits
@@ -323,7 +324,7 @@ class TrainingSettings:
             "correlation": self.correlation,
             "clipping": rule if embedded is None else None,
             "noise_multiplier": self.noise_multiplier,
-            **({} if self.own_noise is None else {"own_noise": described(self.own_noise)}),
+            **({} if self.own_noise is None else {"own_noise": self.own_noise.name}),
             "noise_schedule": self.noise_schedule,
             "clip_schedule": self.clip_schedule,
             "target_epsilon": self.target_epsilon,

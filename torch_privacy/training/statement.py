@@ -22,7 +22,6 @@ from ..privacy.spent import ALWAYS_PUBLIC, AUDIT, NEVER_COVERED, NOT_FOR_RELEASE
 from ..privacy.summary import attacker_as_json
 from ..support.validate import Refused
 from ..support.version import __version__
-from .own_noise import described
 from .schedule import Plan
 from .settings import TrainingSettings
 
@@ -250,7 +249,7 @@ class Account:
     def _noise(self, progress: TrainingProgress) -> str:
         """Returns the law of the noise, and where it comes from."""
         own = self._settings.own_noise
-        law, made_by = ("Gaussian", progress.generator) if own is None else (described(own), TailNumbers.name)
+        law, made_by = ("Gaussian", progress.generator) if own is None else (own.name, TailNumbers.name)
         return f"{law}, float64 on a grid, key from the operating system: {made_by}"
 
     def _public(self, mechanism: Mechanism) -> tuple[str, ...]:
