@@ -321,12 +321,12 @@ def test_what_is_no_law_is_refused(how, message):
 # Refusals
 
 
-@pytest.mark.parametrize("q", [1, 8, 40])
+@pytest.mark.parametrize("batch_size", [1e-5, 8, 40])
 @pytest.mark.parametrize("stddev", [0.3, 0.5, 2.0])
-def test_a_scale_that_is_wrong_by_two_percent_is_refused(q, stddev):
-    own(Normal(stddev, 0.5, claimed=0.98), expected_batch_size=q)
+def test_a_scale_that_is_wrong_by_two_percent_is_refused(batch_size, stddev):
+    own(Normal(stddev, 0.5, claimed=0.98), expected_batch_size=batch_size)
     with pytest.raises(tp.Refused, match=r"and its event disagree.*one number"):
-        own(Normal(stddev, 0.5, claimed=1.02), expected_batch_size=q)
+        own(Normal(stddev, 0.5, claimed=1.02), expected_batch_size=batch_size)
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0])

@@ -23,7 +23,7 @@ from ..support.validate import Refused, positive
 from .sampling import POISSON
 
 WHERE = "PrivateTraining"
-SLACK = 1e-9  # of a delta
+SLACK = 1e-9  # of a delta without sampling
 LEAST = 1e-290  # mass of a cell that the law may leave empty
 LARGEST_EPSILON = 600.0
 CELLS = np.concatenate([np.geomspace(1e-12, 0.1, 350)[:-1], np.linspace(0.1, 1, 100)])  # their tails
@@ -240,7 +240,7 @@ def check_law(noise: StatedNoise, sensitivity: float, num_trained: int, sampling
     for change, epsilon, delta in _lower_bounds(noise.law, num_trained):
         at = math.log1p(sampling_probability * math.expm1(epsilon))
         least, most = sampling_probability * delta, profile.delta(at).high
-        if least > most + SLACK:
+        if least > most + SLACK * sampling_probability:
             raise Refused(
                 f"{WHERE}: {name} and its event disagree. Where an example changes {change}, the noise has a delta of "
                 f"at least {least:.6g} at epsilon {at:.6g}, but its event states at most {most:.6g}. Correct the event "
