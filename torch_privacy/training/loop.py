@@ -210,10 +210,10 @@ class PrivateTraining(Reporting):
         with placement.ranks.together("begins a training"):
             called, examples = Callbacks(callbacks, placement.ranks), examples_of(dataset)
             canaries, num_units = examples.canaries, examples.num_units
-            own = noise_multiplier if isinstance(noise_multiplier, OwnNoise) else None
-            if own is not None:
-                sampling, noise_multiplier = sampling or POISSON, None
-                check_setting(own, clipping, sampling, correlation, noise_schedule, target_epsilon)
+            law = noise_multiplier if isinstance(noise_multiplier, OwnNoise) else None
+            if law is not None:
+                sampling = sampling or POISSON
+                check_setting(law, clipping, sampling, correlation, noise_schedule, target_epsilon)
             if correlation is None:
                 sampling, expected_batch_size = sampling_of(
                     sampling, epochs, expected_batch_size, num_units, clipping, noise_schedule
@@ -230,7 +230,7 @@ class PrivateTraining(Reporting):
                 num_steps=num_steps,
                 sampling=sampling,
                 clipping=clipping.for_steps(num_steps) if isinstance(clipping, Scheduled) else clipping,
-                noise_multiplier=noise_multiplier,
+                noise_multiplier=None if isinstance(noise_multiplier, OwnNoise) else noise_multiplier,
                 noise_schedule=factors_of("PrivateTraining", "noise_schedule", noise_schedule, num_steps),
                 target_epsilon=target_epsilon,
                 delta=delta,
@@ -245,11 +245,11 @@ class PrivateTraining(Reporting):
             )
             if correlation is not None:
                 settings = settings.correlated(correlation, shows=placement.ranks.is_first)
-            if own is not None:
-                noise = stated(own, settings.sampling_probability, settings.unit)
-                settings = replace(settings, own_noise=noise, noise_multiplier=noise.stddev / own.sensitivity)
-            trained = Own(model, optimizer, scheduler, after_update)
-            setup, files = make_setup(placement, trained, examples, settings, tuple(called.names), run_folder)
+            if law is not None:
+                noise = stated(law, settings.sampling_probability, settings.unit)
+                settings = replace(settings, own_noise=noise, noise_multiplier=noise.stddev / law.sensitivity)
+            own = Own(model, optimizer, scheduler, after_update)
+            setup, files = make_setup(placement, own, examples, settings, tuple(called.names), run_folder)
             self._setup, self._state = setup, make_state(setup)
             observation = None
             if canaries is not None:
