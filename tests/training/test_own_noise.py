@@ -110,6 +110,7 @@ def test_where_losses_have_no_gradient_a_step_releases_the_noise(noise):
         assert np.allclose(released * 8, z[""] * (1 + 2.1e-5), atol=2**-16)  # and jitter
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("rule", ["flat", "each layer", "micro-batches"])
 @pytest.mark.parametrize("stop", [1, 4])
 def test_a_resumed_run_has_the_same_bits(rule, stop):
