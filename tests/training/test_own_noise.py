@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from dp_accounting.pld import privacy_loss_distribution
 from ranked import VIEWS, case, difference, start, whole_weights
 from scipy import stats
 from scipy.special import ndtri
@@ -181,6 +182,12 @@ def test_laplace_noise_costs_what_its_event_says_and_whole_epochs_stay_poisson()
     assert training.spent(DELTA).epsilon == privacy.compose([(Laplace().event(Q, "example"), 5)]).epsilon(DELTA)
 
 
+def test_numbers_of_numpy_are_numbers():
+    training = own(Normal(np.float64(0.5), np.float64(0.5), np.float32(1.0)))
+    assert training.event == own(Normal()).event
+    assert type(training.settings.noise_multiplier) is float
+
+
 def test_an_owner_is_the_unit_of_the_event():
     owners = {"owners": [f"c{k // 2}" for k in range(N)], "per_owner": 2, "owner_name": "customer"}
     model = network()
@@ -251,6 +258,17 @@ def test_lower_bounds_of_laplace_noise_are_below_its_closed_form_and_near():
         exact = max(0.0, -np.expm1((epsilon - 2) / 2))
         assert exact - 1e-4 <= low <= exact + 1e-13
     assert bounds[0][1] == 0
+
+
+def test_lower_bounds_of_laplace_noise_in_many_numbers_agree_with_another_accountant():
+    count, scale = 26, 2.0
+    one = privacy_loss_distribution.from_laplace_mechanism(scale * count**0.5, value_discretization_interval=1e-4)
+    witness = one.self_compose(count)
+    bounds = [bound for bound in _lower_bounds(Laplace(scale, 1.0), count) if bound[0].startswith("all")]
+    assert len(bounds) > 5
+    for _, epsilon, low in bounds:
+        most = witness.get_delta_for_epsilon(epsilon)
+        assert 0.99 * most - 1e-6 <= low <= most
 
 
 @dataclass(frozen=True)
@@ -416,7 +434,7 @@ def test_noise_that_could_change_or_has_no_name_is_refused():
     for noise in (Mutable(), Undecorated()):
         with pytest.raises(tp.Refused, match="must be a frozen dataclass"):
             own(noise)
-    with pytest.raises(tp.Refused, match=r"Listed\.scales=.*must be a Python number"):
+    with pytest.raises(tp.Refused, match=r"Listed\.scales=.*must be a number"):
         own(Listed())
 
 

@@ -110,11 +110,12 @@ def described(noise: OwnNoise) -> str:
             f"{WHERE}: noise_multiplier={kind.__name__}(...) must be a frozen dataclass, so that its law cannot change "
             "during the training. Decorate the class with @dataclass(frozen=True)."
         )
-    values = {field.name: getattr(noise, field.name) for field in fields(kind)}
+    given = {field.name: getattr(noise, field.name) for field in fields(kind)}
+    values = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
     odd = [name for name, value in values.items() if type(value) not in (int, float, str, bool)]
     if odd:
         raise Refused(
-            f"{WHERE}: {kind.__name__}.{odd[0]}={values[odd[0]]!r} must be a Python number or a text: the fields of "
+            f"{WHERE}: {kind.__name__}.{odd[0]}={values[odd[0]]!r} must be a number or a text: the fields of "
             "the noise are public, and identify it in statements and states."
         )
     return f"{kind.__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
@@ -230,7 +231,7 @@ def check_law(noise: StatedNoise, sensitivity: float, num_trained: int, sampling
     For ``1 + q (e^ε' - 1) = e^ε``, a step on a sample has the delta ``δ(ε) = q δ'(ε')``, δ' being that of the same
     change without sampling: `_lower_bounds` bounds it from below, and the event's own profile from above.
     """
-    name, own = noise.name, noise.law.sensitivity
+    name, own = noise.name, float(noise.law.sensitivity)
     if not math.isclose(own, sensitivity, rel_tol=1e-12):
         raise Refused(
             f"{WHERE}: {name} is priced for a sensitivity of {own!r}, but one example changes the clipped sums by up "
@@ -261,7 +262,7 @@ def _lower_bounds(noise: OwnNoise, num_trained: int) -> Iterator[tuple[str, floa
         loss = np.clip(np.log(p) - np.log(q), -50, 50)
         mean = float(p @ loss)
         spread = math.sqrt(count * float(p @ (loss - mean) ** 2))
-        epsilons = {max(0.0, count * mean + z * spread) for z in (-9.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0)}
+        epsilons = {0.0, *(max(0.0, count * mean + z * spread) for z in range(-1, 6))}
         for epsilon in sorted(epsilons):
             if epsilon <= LARGEST_EPSILON:
                 yield change, epsilon, profile.delta(epsilon).low
@@ -287,6 +288,6 @@ def _tail(noise: OwnNoise, magnitudes: Array) -> Array:
     low, high = np.full(len(magnitudes), math.log(1e-300)), np.zeros(len(magnitudes))
     for _ in range(64):
         middle = (low + high) / 2
-        is_below = noise.magnitude(np.exp(middle)) >= magnitudes
-        low, high = np.where(is_below, middle, low), np.where(is_below, high, middle)
+        is_lower = noise.magnitude(np.exp(middle)) >= magnitudes
+        low, high = np.where(is_lower, middle, low), np.where(is_lower, high, middle)
     return np.exp(low)
