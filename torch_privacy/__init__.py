@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .training.loop_trial import audit_loop as audit_loop
     from .training.monitors import LoggingCallback as LoggingCallback
     from .training.monitors import TensorBoardCallback as TensorBoardCallback
+    from .training.own_noise import OwnNoise as OwnNoise
     from .training.pca import PrivatePCA as PrivatePCA
     from .training.performance import Performance as Performance
     from .training.sampling import BallsAndBins as BallsAndBins
@@ -90,6 +91,7 @@ _HOME = {
     "MicroBatches": "mechanisms.clipping",
     "MovingAverage": "training",
     "Observed": "training.canaries",
+    "OwnNoise": "training.own_noise",
     "PerLayer": "mechanisms.clipping",
     "Poisson": "training.sampling",
     "Performance": "training.performance",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gaussian noise from cryptographic generators, on a grid: a function of key, step and place."""
+"""Noise from cryptographic generators, on a grid: a function of key, step and place."""
 
 from .banded import BandedNoise as BandedNoise
 from .banded import InverseBandedNoise as InverseBandedNoise
@@ -9,3 +9,6 @@ from .gaussian import key_from_test_seed as key_from_test_seed
 from .grid import MIN_STDDEV as MIN_STDDEV
 from .grid import grid_unit as grid_unit
 from .keystream import KEY_BYTES as KEY_BYTES
+from .tail import SMALLEST_TAIL as SMALLEST_TAIL
+from .tail import TailNoise as TailNoise
+from .tail import TailNumbers as TailNumbers

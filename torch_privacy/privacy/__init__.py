@@ -45,6 +45,7 @@ from .events.base import event_to_dict as event_to_dict
 from .events.base import priced as priced
 from .events.choices import ExponentialMechanism as ExponentialMechanism
 from .events.choices import PermuteAndFlip as PermuteAndFlip
+from .events.claimed import Claimed as Claimed
 from .events.concentrated import ZeroConcentrated as ZeroConcentrated
 from .events.counts import DiscreteGaussian as DiscreteGaussian
 from .events.counts import DiscreteLaplace as DiscreteLaplace

@@ -121,7 +121,8 @@ class Repeated(Event):
 
     @property
     def assumption(self) -> str:
-        return "only the best run is released, ranked by what the runs release, and never the number of runs"
+        own = "only the best run is released, ranked by what the runs release, and never the number of runs"
+        return "; ".join([own, *compose(self.releases).assumptions])
 
     def draw(self, generator: np.random.Generator) -> int:
         """Draws a number K of runs, which must stay secret, as must the generator's seed.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, Never
 
@@ -32,6 +32,7 @@ from .loop_checks import name_of
 from .making import Own, agree, make_rehearsals, make_setup, make_state
 from .meeting import Meeting
 from .old_spelling import refuse_unknown
+from .own_noise import OwnNoise, check_setting, stated
 from .performance import USUAL, Performance
 from .placement import placement_of
 from .releaser import Releaser
@@ -85,7 +86,8 @@ class PrivateTraining(Reporting):
             change, ``Flat(1.0).scheduled(factors)``, `Sketched` for models that the tape refuses (norms estimated by
             random projections, which costs epsilon), or `GEP` or `BGEP` (separate noise for the gradients' coordinates
             in a public subspace and for the residual).
-        noise_multiplier: noise standard deviation divided by sensitivity; or give ``target_epsilon``.
+        noise_multiplier: noise standard deviation divided by sensitivity; or give ``target_epsilon``; or noise of one's
+            own, an `OwnNoise`, with the price that its author states.
         noise_schedule: factor on the noise multiplier in every step: a function of the step, from 0 on, or a number for
             each. Every step is priced with its own noise. With ``target_epsilon`` the whole schedule is scaled. It is
             computed before the first batch, so that it cannot follow the data.
@@ -188,7 +190,7 @@ class PrivateTraining(Reporting):
         epochs: float | None = None,
         sampling: Sampling | None = None,
         clipping: Clipping | None = None,
-        noise_multiplier: float | None = None,
+        noise_multiplier: float | OwnNoise | None = None,
         noise_schedule: Schedule | None = None,
         correlation: Banded | None = None,
         target_epsilon: float | None = None,
@@ -208,6 +210,10 @@ class PrivateTraining(Reporting):
         with placement.ranks.together("begins a training"):
             called, examples = Callbacks(callbacks, placement.ranks), examples_of(dataset)
             canaries, num_units = examples.canaries, examples.num_units
+            law = noise_multiplier if isinstance(noise_multiplier, OwnNoise) else None
+            if law is not None:
+                sampling = sampling or POISSON
+                check_setting(law, clipping, sampling, correlation, noise_schedule, target_epsilon)
             if correlation is None:
                 sampling, expected_batch_size = sampling_of(
                     sampling, epochs, expected_batch_size, num_units, clipping, noise_schedule
@@ -224,7 +230,7 @@ class PrivateTraining(Reporting):
                 num_steps=num_steps,
                 sampling=sampling,
                 clipping=clipping.for_steps(num_steps) if isinstance(clipping, Scheduled) else clipping,
-                noise_multiplier=noise_multiplier,
+                noise_multiplier=None if isinstance(noise_multiplier, OwnNoise) else noise_multiplier,
                 noise_schedule=factors_of("PrivateTraining", "noise_schedule", noise_schedule, num_steps),
                 target_epsilon=target_epsilon,
                 delta=delta,
@@ -239,6 +245,9 @@ class PrivateTraining(Reporting):
             )
             if correlation is not None:
                 settings = settings.correlated(correlation, shows=placement.ranks.is_first)
+            if law is not None:
+                noise = stated(law, settings.sampling_probability, settings.unit)
+                settings = replace(settings, own_noise=noise, noise_multiplier=noise.stddev / law.sensitivity)
             own = Own(model, optimizer, scheduler, after_update)
             setup, files = make_setup(placement, own, examples, settings, tuple(called.names), run_folder)
             self._setup, self._state = setup, make_state(setup)

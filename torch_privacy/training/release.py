@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
 from .. import privacy
-from ..noise import KEY_BYTES, BandedNoise, InverseBandedNoise, Noise, key_from_test_seed
+from ..noise import KEY_BYTES, BandedNoise, InverseBandedNoise, Noise, TailNoise, key_from_test_seed
 from ..sampling.canaries import WithCanaries
 from ..sampling.owners import OwnerSampler
 from ..support.ranks import Ranks, RefusedTogether
@@ -285,7 +285,9 @@ class Releases:
 
 def _noise(settings: TrainingSettings, key: bytes, since: int) -> Noise:
     """Returns the noise that a key makes from a step on."""
-    correlation = settings.correlation
+    correlation, own = settings.correlation, settings.own_noise
+    if own is not None:
+        return TailNoise(key, own.law.magnitude, own.stddev)
     if correlation is None:
         return Noise(key)
     made = InverseBandedNoise if correlation.inverse else BandedNoise

@@ -27,6 +27,7 @@ FORMER = {  # settings that the first states do not have, and the value that the
     "owners": None,
     "sampling": repr(POISSON),
     "correlation": None,
+    "own_noise": None,
     "after_update": None,
 }
 

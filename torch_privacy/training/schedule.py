@@ -6,7 +6,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 from .. import privacy
 from ..support.steps import steps_of
@@ -28,6 +30,12 @@ def number_of_steps(num_steps: int | None, epochs: float | None, num_examples: i
     passes, mean_size = plain_number(epochs), plain_number(batch_size)
     positive(WHERE, epochs=passes, expected_batch_size=mean_size)
     return steps_of(passes, num_examples, mean_size)
+
+
+@lru_cache
+def under(relation: privacy.NeighboringRelation, event: Any) -> privacy.Event:
+    """Returns the event under another relation; asked for in every step."""
+    return replace(event, neighboring_relation=relation)
 
 
 class Plan:

@@ -7,7 +7,6 @@ import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,10 @@ from ..support.units import ONE_EXAMPLE, plural
 from ..support.validate import Refused, plain_numbers, positive, strictly_between, whole
 from ..support.warning import warn
 from .correlation import Banded, resolved
+from .own_noise import StatedNoise, check_law
 from .performance import USUAL, Performance
 from .sampling import POISSON, Sampling
-from .schedule import WHERE, Plan
+from .schedule import WHERE, Plan, under
 
 Clipping = ClippingRule | Sketched | GEP | BGEP | Scheduled
 
@@ -44,7 +44,8 @@ class TrainingSettings:
     """Holds the arguments of a `PrivateTraining` that determine its releases and their price; see there for each.
 
     ``clipping`` is the rule of the first step; an adaptive rule changes later. ``noise_multiplier`` is None until it is
-    calibrated. ``views``, ``owners`` and ``assume_independent`` are those of `Examples`.
+    calibrated; with an `OwnNoise` it is the standard deviation over the sensitivity. ``views``, ``owners`` and
+    ``assume_independent`` are those of `Examples`.
 
     Raises:
         ValueError: a number is out of range.
@@ -55,6 +56,7 @@ class TrainingSettings:
     num_steps: int
     clipping: Clipping | None = None
     noise_multiplier: float | None = None
+    own_noise: StatedNoise | None = None
     noise_schedule: tuple[float, ...] | None = None
     target_epsilon: float | None = None
     delta: float | None = None
@@ -134,7 +136,9 @@ class TrainingSettings:
 
     def _of_poisson(self, mechanism: Mechanism, noise_multiplier: float) -> privacy.Event:
         """Returns the event of a step as if examples were drawn by Poisson sampling."""
-        return _under(self.neighboring_relation, mechanism.event(noise_multiplier, self.sampling_probability))
+        if self.own_noise is not None:
+            return self.own_noise.event
+        return under(self.neighboring_relation, mechanism.event(noise_multiplier, self.sampling_probability))
 
     @property
     def prior_events(self) -> list[tuple[privacy.Event, int]]:
@@ -172,7 +176,11 @@ class TrainingSettings:
         rule = check_rule(WHERE, "clipping", way)
         if isinstance(rule, MicroBatches):
             self._check_one_kind_of_mean(rule)
-        return ClippedSum(rule, names, size, self.views, self.clip_schedule, unit)
+        mechanism = ClippedSum(rule, names, size, self.views, self.clip_schedule, unit)
+        if self.own_noise is not None:
+            num_trained = sum(parameter.numel() for parameter in trained.values())
+            check_law(self.own_noise, mechanism.sensitivity, num_trained, self.sampling_probability)
+        return mechanism
 
     def _check_one_kind_of_mean(self, rule: MicroBatches) -> None:
         """Refuses micro-batches of owners, and those that would be split."""
@@ -287,6 +295,7 @@ class TrainingSettings:
             "sampling": repr(self.sampling),
             "correlation": self._coefficients(),
             "noise_multiplier": self.noise_multiplier,
+            "own_noise": None if self.own_noise is None else self.own_noise.name,
             **mechanism.settings(),
             **{name: _digest(factors) for name, factors in self._schedules().items()},
             "memory_budget": self.performance.memory_budget,  # determines the methods, which differ in the last bits
@@ -318,6 +327,7 @@ class TrainingSettings:
             "correlation": self.correlation,
             "clipping": rule,
             "noise_multiplier": self.noise_multiplier,
+            **({} if self.own_noise is None else {"own_noise": self.own_noise.name}),
             "noise_schedule": self.noise_schedule,
             "clip_schedule": self.clip_schedule,
             "target_epsilon": self.target_epsilon,
@@ -335,12 +345,6 @@ class TrainingSettings:
             "num_canaries": self.num_canaries,
             "owners": self.owners,
         }
-
-
-@lru_cache
-def _under(relation: privacy.NeighboringRelation, event: Any) -> privacy.Event:
-    """Returns the event under another relation; asked for in every step."""
-    return replace(event, neighboring_relation=relation)
 
 
 def _digest(factors: tuple[float, ...]) -> str:

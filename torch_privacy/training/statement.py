@@ -14,6 +14,7 @@ import torch
 
 from .. import privacy
 from ..mechanisms.base import Mechanism, noise_factors, summary_of
+from ..noise import TailNumbers
 from ..privacy.budget import Reservation
 from ..privacy.budget_file import counted, includes
 from ..privacy.events.base import releases_to_json
@@ -223,7 +224,7 @@ class Account:
                 if settings.correlation is None
                 else {"correlation": settings.correlation.statement(settings.num_steps, settings.sampling_probability)}
             ),
-            "noise": f"Gaussian, float64 on a grid, key from the operating system: {progress.generator}",
+            "noise": self._noise(progress),
             "noise_factor": noise_factors(progress.num_trained, settings.largest_noise),
             "target_epsilon": settings.target_epsilon,
             "budget": None if budget is None else {"epsilon": budget.epsilon, "delta": budget.delta},
@@ -244,6 +245,12 @@ class Account:
                 "python": platform.python_version(),
             },
         }
+
+    def _noise(self, progress: TrainingProgress) -> str:
+        """Returns the law of the noise, and where it comes from."""
+        own = self._settings.own_noise
+        law, made_by = ("Gaussian", progress.generator) if own is None else (own.name, TailNumbers.name)
+        return f"{law}, float64 on a grid, key from the operating system: {made_by}"
 
     def _public(self, mechanism: Mechanism) -> tuple[str, ...]:
         size = "num_examples" if self._settings.owners is None else "num_owners"

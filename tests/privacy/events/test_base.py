@@ -84,6 +84,7 @@ OF_EACH_TYPE = {
     "DiscreteLaplace": {"noise_scale": 2.0, "sensitivity": 2},
     "DiscreteGaussian": {"noise_stddev": 2.0, "sensitivity": 2},
     "PoissonSampled": {"event": {"type": "Laplace", "noise_multiplier": 1.0}, "sampling_probability": 0.1},
+    "Claimed": {"event": {"type": "Gaussian", "noise_multiplier": 1.0}, "noise": "Mine()"},
     "GaussianMixture": {"noise_stddev": 1.0, "sensitivities": [0.0, 1.0], "probabilities": [0.9, 0.1]},
     "ExponentialMechanism": {"epsilon": 1.0},
     "PermuteAndFlip": {"epsilon": 1.0},
@@ -95,13 +96,15 @@ OF_EACH_TYPE = {
 }
 INVALID = [NAN, INF, -INF, -1, -1.0, 10**400, True, "x", [], [NAN], [True, True], {}, {"a": 1}, [[1, 2, 3]], b"1"]
 
+ALLOWED = [("unit", "x"), ("person", "x"), ("noise", "x"), ("releases", []), ("monotonic", True)]
+
 
 @pytest.mark.parametrize("name", sorted(privacy.events.base.EVENTS))
 def test_an_invalid_value_of_any_field_is_refused_in_one_sentence(name):
     privacy.event_from_dict({"type": name, **OF_EACH_TYPE[name]})
     for field in dataclasses.fields(privacy.events.base.EVENTS[name]):
         for value in INVALID:
-            if (field.name, value) in [("unit", "x"), ("person", "x"), ("releases", []), ("monotonic", True)]:
+            if (field.name, value) in ALLOWED:
                 continue
             with pytest.raises(ValueError, match=r"must|cannot|has the") as refused:
                 privacy.event_from_dict({"type": name, **OF_EACH_TYPE[name], field.name: value})

@@ -370,6 +370,7 @@ ALL = [
     privacy.DiscreteGaussian(3.0, 2, ZERO_OUT),
     privacy.PoissonSampled(privacy.DiscreteGaussian(3.0, 2, REPLACE_ONE), 0.1),
     privacy.GaussianMixture(2.0, (0.0, 0.5, 1.0), (0.5, 0.3, 0.2)),
+    privacy.Claimed(SubsampledGaussian(1.0, 0.1), "Mine()", ZERO_OUT),
     privacy.ExponentialMechanism(0.5, monotonic=True),
     privacy.PermuteAndFlip(0.5),
     privacy.KnownProfile((0.5, 1.0), (1e-3, 1e-6)),

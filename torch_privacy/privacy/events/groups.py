@@ -17,6 +17,7 @@ from ..pairs.gaussian import SubsampledGaussianPair
 from ..pairs.group import GroupPair
 from .banded import BandedGaussian
 from .base import REMOVALS, Event, NeighboringRelation, check_event, check_noise, check_removal, priced
+from .claimed import Claimed
 from .counts import Laplace
 from .epochs import LaterBatch
 from .gaussian import check_probability, noise_of_one
@@ -101,7 +102,7 @@ def for_group(event: Event, group_size: int, person: str = "person") -> Event:
     if isinstance(event, Laplace):
         smaller: Any = replace(event, noise_multiplier=event.noise_multiplier / group_size)
         return replace(smaller, unit=with_at_most(person, group_size))
-    pair = None if isinstance(event, LaterBatch | BandedGaussian) else event.dominating_pair()
+    pair = None if isinstance(event, LaterBatch | BandedGaussian | Claimed) else event.dominating_pair()
     if not isinstance(pair, SubsampledGaussianPair):
         raise ValueError(
             f"for_group: {type(event).__name__} has no known price for a person with several examples. Take exact "
