@@ -24,8 +24,8 @@ class ProfileLike(Protocol):
         """Curves with ``delta(epsilon)`` as brackets, under "remove" and "add", or "both" if they are equal."""
         ...
 
-    def epsilon(self, delta: float) -> Bracket[float]:
-        """Returns the larger ε of both directions."""
+    def epsilon_high(self, delta: float) -> float:
+        """Returns an upper bound on the larger ε of both directions."""
         ...
 
 
@@ -61,7 +61,7 @@ def of_profile(profile: ProfileLike, pieces: int = 256) -> dict[str, Bracket[Pie
 def _first_finite(profile: ProfileLike, delta: float) -> float:
     """Returns the upper bound on ε at δ, or at the next larger one of a few at which it is finite; else infinity."""
     for larger in (delta, *(one for one in LARGER if one > delta)):
-        high = profile.epsilon(larger).high
+        high = profile.epsilon_high(larger)
         if np.isfinite(high):
             return high
     return np.inf
