@@ -180,7 +180,7 @@ def test_prior_release_is_part_of_every_epsilon(regression, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("stop", [0, 7, 20])
+@pytest.mark.parametrize("stop", [7])
 def test_resumed_run_equals_an_uninterrupted_one_with_schedule_and_adam(regression, tmp_path, stop):
     run = Run.start(tmp_path / "stopped", "regression", baseline=False)
     shutil.copytree(tmp_path / "stopped", tmp_path / "whole")  # the same secret keys

@@ -79,7 +79,7 @@ def test_killed_workers_lose_no_step(tmp_path, tally):
 @pytest.mark.thorough
 def test_two_processes_with_one_folder_never_train_at_once(tmp_path, tally):
     """One is refused in one sentence; what the other makes is that of a single process."""
-    count, right = (20 if ALL else 2), 0
+    count, right = (20 if ALL else 1), 0
     command = [sys.executable, "-m", "torch_privacy.cli", "train", "adult", "--epochs", "0.1", "--no-baseline"]
     waits = random.Random(2)
     for trial in range(count):

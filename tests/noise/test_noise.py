@@ -36,15 +36,6 @@ def test_noise_is_standard_normal(draw, dtype):
     assert stats.kstest(z, "norm").pvalue > 1e-3
 
 
-@pytest.mark.thorough
-def test_noise_has_the_normal_tail():
-    """Counts draws beyond 2, 3, 4 and 5 standard deviations among 2e7, each within its binomial interval."""
-    z = torch.cat([noise_of([(4 * MILLION,)], step)["0"] for step in range(5)]).abs()
-    for limit in (2, 3, 4, 5):
-        count = int((z > limit).sum())
-        assert stats.binomtest(count, len(z), 2 * stats.norm.sf(limit)).pvalue > 1e-4
-
-
 def test_noise_is_standard_normal_to_the_sixth_moment():
     size, z = 10 * MILLION, torch.empty(10 * MILLION, dtype=torch.float64)
     Noise(key_from_test_seed(2, "noise")).fill(0, {"z": z})
@@ -57,14 +48,14 @@ def test_noise_is_standard_normal_to_the_sixth_moment():
 
 @pytest.mark.thorough
 def test_noise_has_the_normal_tail_far_out():
-    """Counts draws among 2e8, also beyond the ziggurat's last edge."""
-    limits, counts = (3.0, 4.0, edges()[0], 5.0, 5.5), np.zeros(5, int)
+    """Counts draws among 6e7, also beyond the ziggurat's last edge."""
+    limits, counts = (2.0, 3.0, 4.0, edges()[0], 5.0, 5.5), np.zeros(6, int)
     z, noise = torch.empty(10 * MILLION, dtype=torch.float64), Noise(key_from_test_seed(3, "noise"))
-    for step in range(20):
+    for step in range(6):
         noise.fill(step, {"z": z})
         counts += [int((z.abs() > limit).sum()) for limit in limits]
     for limit, count in zip(limits, counts, strict=True):
-        assert stats.binomtest(int(count), 200 * MILLION, 2 * stats.norm.sf(limit)).pvalue > 1e-4
+        assert stats.binomtest(int(count), 60 * MILLION, 2 * stats.norm.sf(limit)).pvalue > 1e-4
 
 
 def test_noise_of_different_steps_tensors_and_keys_is_unrelated():

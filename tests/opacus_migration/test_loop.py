@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
@@ -75,8 +76,7 @@ SCHEDULERS = {
 
 @pytest.mark.thorough(but=1)
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
-@pytest.mark.parametrize("on_original", [False, True])
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(("name", "on_original"), [*zip(SCHEDULERS, itertools.cycle([False, True]))])
 def test_schedulers_count_steps_not_rehearsals(name: str, on_original: bool) -> None:
     make = SCHEDULERS[name]
     _, model, optimizer, loader = made_private()

@@ -119,7 +119,7 @@ def simulated(count: int, runs: int, steps: int, n: int, q: float) -> np.ndarray
     [
         (200, 2, 8, 12, 0.5),
         pytest.param(200, 1, 12, 12, 0.25, marks=pytest.mark.thorough),
-        pytest.param(300, 2, 64, 64, 0.5, marks=pytest.mark.thorough),
+        pytest.param(100, 2, 64, 64, 0.5, marks=pytest.mark.thorough),
     ],
 )
 def test_p_values_of_right_loops_are_rarely_small(count, runs, steps, n, q):

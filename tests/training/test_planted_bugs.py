@@ -265,7 +265,7 @@ def test_shuffled_batches_are_caught(planted: bool, monkeypatch: pytest.MonkeyPa
     if planted:
         shuffled_batches(monkeypatch)
     noise, epoch = 0.25, 5
-    settings = {"expected_batch_size": 4, "num_steps": 400 * epoch, "noise_multiplier": noise}
+    settings = {"expected_batch_size": 4, "num_steps": (400 if planted else 100) * epoch, "noise_multiplier": noise}
     sums, training = noisy_sums(Coins(20, epoch), **settings, test_seed=1)
     along = (sums[:, 1, 0] - sums[:, 0, 0]).double() / np.sqrt(2)
     scores = torch.logsumexp(along.view(-1, epoch) / noise**2, 1)

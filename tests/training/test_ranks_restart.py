@@ -259,21 +259,13 @@ def assert_ends(found: list[Any], folder: Path, began: int) -> None:
 
 
 CAUSES = ["exit", "kill"]
-ALL_DEATHS = [
-    (place, rank, how)
-    for place in PLACES
-    for rank in ((0,) if place.startswith("while") else (0, 1))
-    for how in ("layers", "ddp")
+DEATHS = [  # each place once, ranks and placements in turn
+    (place, 0 if place.startswith("while") else k % 2, ("ddp", "layers")[k // 2 % 2]) for k, place in enumerate(PLACES)
 ]
-FEW_DEATHS = [(place, k % 2, ("ddp", "layers")[k // 2 % 2]) for k, place in enumerate(PLACES)]
-
-
-def deaths() -> list[Any]:
-    return [pytest.param(*one, marks=[] if one in FEW_DEATHS else [pytest.mark.thorough]) for one in ALL_DEATHS]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("place", "rank", "how"), deaths())
+@pytest.mark.parametrize(("place", "rank", "how"), DEATHS)
 def test_a_death_costs_no_release_and_the_same_ranks_repeat_bit_for_bit(launcher, tmp_path, place, rank, how):
     """The steps after the checkpoint have the same gradients on every rank, as `assert_paid` compares."""
     outcomes = killed(launcher, tmp_path, how, (place, rank, DEATH, CAUSES[(rank + len(place)) % 2]))

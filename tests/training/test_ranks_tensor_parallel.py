@@ -136,8 +136,10 @@ def test_sums_of_shards_are_those_of_one_process(ranks2, case):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("case", ["perceptron", "uneven shards", "tied", PADDED, "table by features", "adapters"])
+@pytest.mark.parametrize(
+    ("case", "optimizer"),
+    [*zip(["perceptron", "uneven shards", "tied", PADDED, "table by features"], itertools.cycle(["sgd", "adam"]))],
+)
 def test_noise_of_shards_is_that_of_one_process(ranks2, case, optimizer):
     assert_as_in_one_process(ranks2, case, optimizer=optimizer)
 
@@ -176,29 +178,30 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("mesh", [(2,), (1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize(("name", "mesh"), [*zip(SETTINGS, itertools.cycle([(2,), (1, 2), (2, 1)]))], ids=str)
 def test_settings_mean_the_same_over_shards(ranks2, mesh, name):
     expected, _ = assert_as_in_one_process(ranks2, "perceptron", mesh, **SETTINGS[name])
     assert (expected.non_finite > 5) == (name == "examples that are not finite")
 
 
 @pytest.mark.thorough(but=1)
-@pytest.mark.parametrize("case", ["perceptron", "uneven shards", "tied", PADDED, "table by features", "adapters"])
-@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [*zip(["perceptron", "uneven shards", "tied", PADDED, "table by features"], itertools.cycle([(1, 2), (2, 1)]))],
+    ids=str,
+)
 def test_sharded_shards_are_those_of_one_process(ranks2, mesh, case):
     assert_as_in_one_process(ranks2, case, mesh, "adam")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("case", "noise"), [*zip(models.CASES, itertools.cycle([HARDLY_ANY_NOISE, 1.0]))])
+@pytest.mark.parametrize(("case", "noise"), [*zip(models.CASES, itertools.cycle([HARDLY_ANY_NOISE, 1.0]))][::3])
 def test_four_ranks_give_the_weights_of_one_process(ranks4, case, noise):
     assert_as_in_one_process(ranks4, case, (2, 2), noise_multiplier=noise)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("case", ["perceptron", "uneven shards"])
+@pytest.mark.parametrize(("name", "case"), [*zip(SETTINGS, itertools.cycle(["perceptron", "uneven shards"]))])
 def test_settings_mean_the_same_on_four_ranks(ranks4, case, name):
     assert_as_in_one_process(ranks4, case, (2, 2), "adam", **SETTINGS[name])
 
