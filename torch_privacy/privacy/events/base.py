@@ -253,7 +253,9 @@ def event_from_dict(description: dict[str, Any]) -> Event:
     name = values.pop("type", None)
     if not isinstance(name, str):
         raise ValueError(f"event_from_dict: type={shown(name)} must be the name of an event type.")
-    one_of("event_from_dict", EVENTS, type=name)
+    if name not in EVENTS:
+        own, known = "import the module of an event of your own first", ", ".join(map(repr, EVENTS))
+        raise InvalidValue("event_from_dict", "type", name, f"must be one of those known here ({own}): {known}.")
     kind = EVENTS[name]
     allowed = {field.name: field.default is MISSING for field in fields(kind)}  # pyright: ignore[reportArgumentType]
     needed = {field for field, without_default in allowed.items() if without_default}
