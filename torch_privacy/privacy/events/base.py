@@ -93,8 +93,8 @@ def check_removal(where: str, neighboring_relation: NeighboringRelation) -> None
     check_relation(where, neighboring_relation)
     if neighboring_relation not in REMOVALS:
         raise ValueError(
-            f"{where}: neighboring_relation={neighboring_relation!r} has no known price here: no pair is proved to cover "
-            f"any two examples, one in place of the other. Allowed: {', '.join(map(repr, REMOVALS))}. {REPLACED}"
+            f"{where}: neighboring_relation={neighboring_relation!r} has no known price here: no pair is proved to "
+            f"cover any two examples, one in place of the other. Allowed: {', '.join(map(repr, REMOVALS))}. {REPLACED}"
         )
 
 
