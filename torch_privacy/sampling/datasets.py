@@ -47,7 +47,7 @@ def shows_owners(dataset: Any) -> bool:
 
 def source_of(dataset: Dataset) -> tuple[Dataset, np.ndarray | None]:
     """Returns the data set behind (nested) subsets, and the indices of the chosen examples (None: all)."""
-    if type(dataset) not in (Subset, ChosenByOwners):
+    if not (type(dataset) is Subset or type(dataset) is ChosenByOwners):
         return dataset, None
     source, subset = source_of(dataset.dataset)
     indices = np.asarray(dataset.indices, dtype=np.int64)
