@@ -8,6 +8,7 @@ import pytest
 
 from torch_privacy import cli, privacy
 from torch_privacy.experiments.runner import Run
+from torch_privacy.report import render as report
 
 EVENT = privacy.Gaussian(5.0)
 
@@ -54,9 +55,10 @@ def test_killed_run_is_settled_from_its_ledger(file, tmp_path, capsys):
     assert budget.state.runs[1].settled == [(EVENT, 1)]
 
 
-def test_training_on_an_experiment_draws_once_also_if_it_is_stopped_and_resumed(file, tmp_path, capsys):
+def test_training_on_an_experiment_draws_once_also_if_it_is_stopped_and_resumed(file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(report, "render", lambda folders: "a page")
     command = ["train", "adult", "--delta", "1e-6", "--batch-size", "3000", "--epochs", "0.3", "--budget", str(file)]
-    code = cli.run([*command, "--noise-multiplier", "0.4", "--run", str(tmp_path / "1"), "--quiet"])
+    code = cli.run([*command, "--noise-multiplier", "0.6", "--run", str(tmp_path / "1"), "--quiet"])
     assert "does not fit into" in capsys.readouterr().err
     assert code == 2
     budget = privacy.Budget.open(file)
