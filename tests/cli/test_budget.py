@@ -7,6 +7,8 @@ import pandas as pd
 import pytest
 
 from torch_privacy import cli, privacy
+from torch_privacy.experiments.runner import Run
+from torch_privacy.report import render as report
 
 EVENT = privacy.Gaussian(5.0)
 
@@ -51,6 +53,27 @@ def test_killed_run_is_settled_from_its_ledger(file, tmp_path, capsys):
     other = budget.reserve([(EVENT, 1)], "another")
     assert cli.run(["budget", "settle", str(file), other.run]) == 0
     assert budget.state.runs[1].settled == [(EVENT, 1)]
+
+
+def test_training_on_an_experiment_draws_once_also_if_it_is_stopped_and_resumed(file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(report, "render", lambda folders: "a page")
+    command = ["train", "adult", "--delta", "1e-6", "--batch-size", "3000", "--epochs", "0.3", "--budget", str(file)]
+    code = cli.run([*command, "--noise-multiplier", "0.6", "--run", str(tmp_path / "1"), "--quiet"])
+    assert "does not fit into" in capsys.readouterr().err
+    assert code == 2
+    budget = privacy.Budget.open(file)
+    assert not budget.state.runs
+    settings = {"delta": 1e-6, "expected_batch_size": 3000, "epochs": 0.3, "noise_multiplier": 3.0, "baseline": False}
+    run = Run.start(tmp_path / "2", "adult", budget=str(file), **settings)
+    next(run.steps())
+    run.checkpoint()
+    run.close()
+    assert [drawn.status for drawn in budget.state.runs] == ["begun"]
+    assert cli.run(["train", "--resume", str(tmp_path / "2"), "--quiet"]) == 0
+    (drawn,) = budget.state.runs
+    assert (drawn.status, drawn.releases) == ("settled", privacy.Ledger.read(tmp_path / "2" / "ledger.jsonl").events)
+    assert drawn.releases[0][1] == 3  # steps: 0.3 of 29,305 examples, in batches of 3000
+    assert json.loads((tmp_path / "2" / "settings.json").read_text())["budget"] == "people.budget"
 
 
 @pytest.mark.thorough

@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy import privacy
+from torch_privacy.report import render as report
 from torch_privacy.sklearn import PrivateClassifier, PrivateRegressor, PublicScaler
 from torch_privacy.sklearn.classes import find_classes
 
@@ -281,3 +282,24 @@ def test_digits_are_learned_at_epsilon_2():
     fitted = PrivateClassifier(bounds=(0, 16), classes=range(10), refits="separate", random_state=0)
     assert fitted.fit(x[:1400], y[:1400]).score(x[1400:], y[1400:]) > 0.8
     assert fitted.spent_.epsilon.high <= 2.0
+
+
+def test_fit_draws_once_from_the_budget_and_is_refused_where_it_does_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "render", lambda folders: "a page")
+    x, y = data()
+    budget = tp.Budget.open(tmp_path / "people.budget", epsilon=3, delta=1e-4)
+    own = {"budget": budget, "delta": 1e-4, "test_seed": None}
+    fitted = classifier(run_folder=tmp_path / "1", epsilon=2.0, **own).fit(x, y)
+    (drawn,) = budget.state.runs
+    assert (drawn.status, drawn.ledger) == ("settled", str(tmp_path / "1" / "ledger.jsonl"))
+    assert budget.spent().high == fitted.spent_.epsilon.high
+    assert fitted.statement_["data_budget"]["epsilon_drawn"] == budget.spent().high
+    with pytest.raises(tp.Refused, match=r"does not fit into .* Nothing was read or released"):
+        classifier(run_folder=tmp_path / "2", epsilon=2.5, **own).fit(x, y)
+    with pytest.raises(tp.Refused, match="so the training needs run_folder="):
+        classifier(epsilon=0.5, **own).fit(x, y)
+    with pytest.raises(tp.Refused, match="budget= needs the classes"):
+        classifier(classes=None, run_folder=tmp_path / "3", epsilon=0.5, **own).fit(x, y)
+    with pytest.raises(tp.Refused, match="has a ledger already"):
+        classifier(run_folder=tmp_path / "1", epsilon=0.5, **own).fit(x, y)
+    assert len(budget.state.runs) == 1

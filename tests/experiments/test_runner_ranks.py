@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from gloo_pool import RanksFailed
 from torch.utils.data import TensorDataset
 
 from torch_privacy.experiments.baseline import shuffled_batches
 from torch_privacy.experiments.runner import Run
+from torch_privacy.privacy import Budget
 from torch_privacy.runs.folder import RunFolder
 
 SMALL = {"epochs": 0.2, "expected_batch_size": 1000}  # 6 steps
@@ -52,6 +54,12 @@ def second_half(rank: int, path: Any) -> int:
     return steps
 
 
+def with_budget(rank: int, path: Any, budget: str, noise: float) -> None:
+    run = begin(path, budget=budget, noise_multiplier=noise, delta=1e-6, baseline=False)
+    steps_of(run)
+    run.finish()
+
+
 def rows_of(folder: RunFolder) -> list[list[float]]:
     rows = csv.DictReader(folder.metrics.read_text().splitlines())
     return [[float(value or "nan") for name, value in row.items() if name != "training"] for row in rows]
@@ -75,6 +83,18 @@ def test_run_on_two_ranks_has_the_metrics_and_weights_of_one_process(ranks2, tmp
     torch.testing.assert_close(weights_of(two), weights_of(one), rtol=0, atol=1e-6)
     assert two.read_statement()["ranks"] == 2
     assert two.read_results()["ranks"] == 2
+
+
+@pytest.mark.thorough
+def test_run_on_two_ranks_draws_once_from_the_budget_and_is_refused_on_both(ranks2, tmp_path):
+    budget = Budget.open(tmp_path / "adult.budget", epsilon=2, delta=1e-6)
+    with pytest.raises(RanksFailed) as failed:
+        ranks2.run(with_budget, tmp_path / "1", str(budget.path), 0.4)
+    assert all("does not fit into" in outcome.text for outcome in failed.value.outcomes)
+    assert not budget.state.runs
+    ranks2.run(with_budget, tmp_path / "2", str(budget.path), 3.0)
+    (drawn,) = budget.state.runs
+    assert (drawn.status, [count for _, count in drawn.releases]) == ("settled", [6])
 
 
 @pytest.mark.thorough

@@ -92,7 +92,7 @@ def test_a_private_search_states_one_event_for_all_its_runs(tmp_path, monkeypatc
     assert steps == statement["num_steps_planned"]
     assert count == privacy.Gaussian(10.0)
     one_run = privacy.compose(event.releases).epsilon(1e-5)
-    assert statement["epsilon"] == results["epsilon"]
+    assert statement["epsilon"] == statement["epsilon_of_steps_made"] == results["epsilon"]
     assert statement["epsilon"]["high"] > one_run.high
     assert privacy.Ledger.load(tmp_path / "run" / "ledger.jsonl").events == [(event, 1)]
     assert {path.name for path in (tmp_path / "run").iterdir()} == {

@@ -169,6 +169,19 @@ def test_steps_of_epochs_are_counted_in_whole_numbers(tmp_path):
     assert trainer.training.settings.performance.microbatch_size == 4
 
 
+def test_whole_epochs_are_those_of_the_plain_loop(tmp_path):
+    """Of 60 examples; the mean batch size is moved from 29.5 to 30."""
+    collator, privacy = DataCollatorWithPadding(tokenizer()), QUICK | {"expected_batch_size": 29.5}
+    trainer = trainer_of(tmp_path, model := bert(), encoded(), collator, privacy, max_steps=-1, num_train_epochs=1)
+    trainer.train()
+    assert trainer.training.settings.sampling == tp.BallsAndBins()
+    assert trainer.state.global_step == trainer.training.settings.num_steps == 2
+    assert trainer.state.epoch == 1
+    bins = {"expected_batch_size": 30, "sampling": tp.BallsAndBins()}
+    plainly_trained(tmp_path, other := bert(), encoded(), collator, QUICK | bins, max_steps=2)
+    assert_equal(weights(model), weights(other))
+
+
 def test_batch_size_is_that_of_the_arguments_unless_given(tmp_path):
     trainer = trainer_of(tmp_path, bert(), encoded(), None, gradient_accumulation_steps=3)
     assert trainer._privacy["expected_batch_size"] == 6

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import itertools
+from functools import partial
 from time import process_time
 
 import numpy as np
@@ -447,12 +448,10 @@ def test_delta_by_moments_of_a_full_batch_is_the_closed_form():
 @pytest.mark.parametrize(("q", "steps", "target"), [(0.01, 1000, 1.0), (256 / 60000, 20_000, 3.0), (1.0, 5, 8.0)])
 @pytest.mark.parametrize("name", ["moments_of", "rdp"])
 def test_noise_by_an_accountant_is_the_smallest_that_it_accepts_and_enough(name, q, steps, target):
-    def accountant(noise):
-        return getattr(privacy, name)(equal_releases(noise, q, steps), 1e-5, ORDERS)
-
-    plan = {"sampling_probability": q, "num_steps": steps}
-    noise = getattr(privacy, f"{name.removesuffix('_of')}_noise")(target, 1e-5, **plan, orders=ORDERS)
-    assert accountant(noise) <= target < accountant(noise * (1 - 2e-6))
+    accountant, plan = partial(getattr(privacy, name), orders=ORDERS), {"sampling_probability": q, "num_steps": steps}
+    noise = privacy.smallest_noise(accountant, target, 1e-5, **plan)
+    enough, less = (accountant(equal_releases(noise * factor, q, steps), 1e-5) for factor in (1, 1 - 2e-6))
+    assert enough <= target < less
     assert noise >= privacy.calibrate(target, 1e-5, **plan) * (1 - 1e-4)
 
 
@@ -480,7 +479,7 @@ def test_conversion_of_lemma_d4_and_the_tighter_one():
 @pytest.mark.parametrize(("target", "q", "steps"), [(8.0, 0.01, 10_000), (200.0, 0.02, 100_000), (0.1, 1e-4, 10)])
 def test_noise_by_renyi_at_all_orders_takes_less_than_a_second(target, q, steps):
     start = process_time()
-    noise = privacy.rdp_noise(target, 1e-5, sampling_probability=q, num_steps=steps)
+    noise = privacy.smallest_noise(privacy.rdp, target, 1e-5, sampling_probability=q, num_steps=steps)
     assert process_time() - start < 1
     low, high = (privacy.rdp(equal_releases(noise * (1 + change), q, steps), 1e-5) for change in (0, -2e-6))
     assert low <= target < high
@@ -489,8 +488,9 @@ def test_noise_by_renyi_at_all_orders_takes_less_than_a_second(target, q, steps)
 def test_noise_by_another_conversion_is_that_of_the_moments():
     plan = {"sampling_probability": 0.01, "num_steps": 1000}
     orders = np.arange(1.0, 33.0)
-    by_moments = privacy.moments_noise(3.0, 1e-5, **plan, orders=orders)
-    by_renyi = privacy.rdp_noise(3.0, 1e-5, **plan, orders=orders + 1, conversion=privacy.mironov_conversion)
+    moments = partial(privacy.moments_of, orders=orders)
+    renyi = partial(privacy.rdp, orders=orders + 1, conversion=privacy.mironov_conversion)
+    by_moments, by_renyi = (privacy.smallest_noise(one, 3.0, 1e-5, **plan) for one in (moments, renyi))
     assert by_moments == by_renyi
 
 
@@ -514,8 +514,7 @@ def test_clt_of_nothing_is_refused():
         privacy.clt([])
 
 
-@pytest.mark.parametrize("name", ["moments_noise", "rdp_noise"])
 @pytest.mark.parametrize(("target", "message"), [(0.0, "target_epsilon=0"), (1e-9, "above 10000"), (1e9, "below 0.2")])
-def test_targets_out_of_reach_are_refused(name, target, message):
+def test_targets_out_of_reach_are_refused(target, message):
     with pytest.raises(ValueError, match=message):
-        getattr(privacy, name)(target, 1e-5, sampling_probability=0.01, num_steps=100, orders=ORDERS)
+        privacy.smallest_noise(privacy.rdp, target, 1e-5, sampling_probability=0.01, num_steps=100)

@@ -3,22 +3,29 @@
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from ranked import CASES, go, start
 from run_folders import drawn_quickly
 from torch.nn.functional import cross_entropy
 
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.cli import run as command
+from torch_privacy.experiments.private_search import PrivateSearch
+from torch_privacy.privacy.events.base import EVENTS
 from torch_privacy.privacy.ledger_file import LedgerFile
+from torch_privacy.privacy.pairs.gaussian import SubsampledGaussianPair
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.privacy.summary import percent
 from torch_privacy.report import training_plots
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.verify import NEVER_CHECKED, Verdict, verify
+from torch_privacy.sklearn import PrivateClassifier
 
 N, STEPS, NOISE = 200, 6, 8.0
 FORMER = Path(__file__).parent / "former"
@@ -105,8 +112,8 @@ class Tampered:
     def seal(self):
         """Computes the digests in results.json again."""
         results = json.loads(self.folder.results.read_text())
-        files = [self.folder.path / name for name in results.pop("files")]
-        del results["check"]
+        files = [self.folder.path / name for name in results.pop("files", [])]
+        results.pop("check", None)
         self.folder.write_checked(self.folder.results, results, *files)
 
 
@@ -360,6 +367,19 @@ def test_what_was_not_published_cannot_be_checked(finished, tmp_path):
         verify(tmp_path)
 
 
+@privacy.priced(lambda event: SubsampledGaussianPair(event.records / event.noise_over_clip_norm, 1.0))
+@dataclass(frozen=True)
+class SumOfRecords(privacy.Event):
+    """A noisy sum over all the data, in which one person has at most ``records`` rows."""
+
+    noise_over_clip_norm: float
+    records: int
+    neighboring_relation = privacy.NeighboringRelation.ADD_OR_REMOVE_ONE
+    sampler = "full batch"
+
+
+del EVENTS["SumOfRecords"]  # but in the test that uses it
+
 KINDS = {
     "Poisson": {"expected_batch_size": 20},
     "bins": {"expected_batch_size": 20, "num_steps": 10, "sampling": tp.BallsAndBins(), "steps": 10},
@@ -374,19 +394,86 @@ KINDS = {
     "projections": {"expected_batch_size": 20, "clipping": tp.Sketched(32, clip_norm=1.0)},
     "an adaptive norm": {"expected_batch_size": 20, "clipping": tp.Adaptive(1.0), "noise_multiplier": 1.0},
     "a schedule": {"noise_schedule": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]},
+    "prior releases": {"prior_releases": [privacy.Release(privacy.Gaussian(20.0), text) for text in ("a", "b")]},
+}
+
+
+def embedded(share):
+    public = torch.randn(30, 3, generator=torch.Generator().manual_seed(9))
+    subspace = tp.AnchorSubspace(public, num_basis=4)
+    return tp.GEP(subspace, tp.Flat(1.0), tp.Flat(0.2), embedding_share=share)
+
+
+def components():
+    return tp.PrivatePCA(2, noise_multiplier=20.0).fit(np.random.default_rng(0).normal(size=(N, 3))).release_
+
+
+def own_event():
+    return privacy.Release(SumOfRecords(20.0, 4), "a sum")
+
+
+def on_ranks(rank, folder):
+    training = start(CASES["uneven"], "ddp", run_folder=folder, noise_multiplier=NOISE, delta=1e-4, test_seed=None)
+    go(training, CASES["uneven"].losses)
+
+
+def searched(folder):
+    law = {"mean_runs": 2.0, "distribution": "geometric", "score_noise": 10.0}
+    settings = {"noise_multiplier": 2.0, "epochs": 0.05, "expected_batch_size": 256}
+    PrivateSearch("adult", [{"learning_rate": rate} for rate in (0.1, 0.5)], **law, **settings).run(RunFolder(folder))
+
+
+def estimated(folder):
+    x = np.random.default_rng(0).uniform(-1, 1, size=(N, 2))
+    made = PrivateClassifier(classes=[0, 1], epochs=3, batch_size=20, refits="separate", run_folder=folder)
+    made.fit(x, (x[:, 0] > 0).astype(int))
+
+
+OTHERS = {
+    "two ranks": lambda folder, ranks: ranks.run(on_ranks, folder),
+    "a search": lambda folder, _: searched(folder),
+    "an estimator": lambda folder, _: estimated(folder),
+    "GEP": lambda folder, _: finish(folder, train(folder, expected_batch_size=20, clipping=embedded(0.5))),
+    "GEP in unequal parts": lambda folder, _: finish(
+        folder, train(folder, expected_batch_size=20, clipping=embedded(0.3))
+    ),
+    "principal components": lambda folder, _: finish(folder, train(folder, prior_releases=[components()])),
+    "an event of one's own": lambda folder, _: finish(folder, train(folder, prior_releases=[own_event()])),
+}
+EDITS = {
+    "epsilon lowered": half("epsilon"),
+    "a line of the ledger removed": lambda run: run.lines(lambda lines: lines.pop()),
+    "noise multiplier raised": statement(value("noise_multiplier", times=2)),
 }
 
 
 @pytest.mark.thorough
 @pytest.mark.every_case
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_training_is_verified_and_less_noise_is_found(kind, tmp_path):
-    run = Tampered(tmp_path / "run")
-    finish(run.folder.path, train(run.folder.path, **KINDS[kind]))
-    assert false_findings(run.folder.path) == []
-    half("epsilon")(run)
-    run.seal()
-    assert "epsilon at delta = 0.0001" in false_findings(run.folder.path)
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+def test_every_kind_of_training_is_verified_and_one_changed_number_is_found(kind, tmp_path, ranks2, monkeypatch):
+    monkeypatch.setitem(EVENTS, "SumOfRecords", SumOfRecords)
+    path = tmp_path / "run"
+    if kind in OTHERS:
+        OTHERS[kind](path, ranks2)
+    else:
+        finish(path, train(path, **KINDS[kind]))
+    assert false_findings(path) == []
+    missed = []
+    for name, edit in EDITS.items():
+        run = Tampered(tmp_path / name)
+        shutil.copytree(path, run.folder.path)
+        edit(run)
+        run.seal()
+        missed += [] if false_findings(run.folder.path) else [name]
+    assert missed == []
+
+
+def test_event_that_is_not_imported_is_no_agreement_and_the_cure_is_said(tmp_path):
+    for name in ("privacy.json", "ledger.jsonl"):
+        shutil.copy(FORMER / "loop" / name, tmp_path)
+    Tampered(tmp_path).edit("privacy.json", value("releases", 0, "event", "type", to="SumOfRecords"))
+    (found,) = verify(tmp_path).of(Verdict.DIFFERS)
+    assert "import the module of an event of your own first" in found.detail
 
 
 @pytest.mark.parametrize("kind", ["experiment", "loop"])

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 from trainings import network, parameters_of, train, training_of
 
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.sampling.co_owners import kept_of_each
+from torch_privacy.sampling.datasets import source_of
 
 LISTS = st.lists(st.sets(st.integers(0, 8), min_size=1, max_size=4), min_size=1, max_size=30)
 MAILS = [[0, 1], [1, 2], [3], [4, 5, 6], [6], [3, 7], [8, 9], [2, 10], [0, 0]]
@@ -77,6 +78,16 @@ def test_a_cap_for_several_owners_chooses_by_the_owners_alone():
     assert tp.at_most(range(9), MAILS, 1, public_owners=True).indices == STAY
     rows = np.array([[0, 1], [1, 2], [2, 2]])
     assert tp.at_most(range(3), rows, 1, public_owners=True).indices == [0, 2]
+
+
+def test_training_on_a_cap_by_public_owners_says_that_they_are_public():
+    data = TensorDataset(inputs_of_mails(), torch.arange(len(MAILS)) % 2)
+    capped = tp.at_most(data, MAILS, 2, public_owners=True)
+    for dataset, is_public in ((capped, True), (Subset(capped, [0, 1, 2]), True), (Subset(data, [0, 1, 2]), False)):
+        training = training_of(network(), dataset, expected_batch_size=2, delta=1e-2)
+        assert ("the owners of each example" in training.statement()["treated_as_public"]) == is_public
+        assert ("the owners of each example" in training.spent().treated_as_public) == is_public
+    assert source_of(capped)[0] is data
 
 
 def test_owners_that_may_be_private_are_refused():

@@ -62,6 +62,8 @@ def new_training(
     }
     if run_folder is None:  # only to price it
         arguments.pop("budget", None)
+    elif settings.budget is not None and "budget" not in arguments:  # a table's is bound to its rows
+        arguments["budget"] = _opened(settings.budget)
     if projections:
         arguments["clipping"] = _sketched(projections, arguments["clipping"])
     with warnings.catch_warnings():
@@ -77,6 +79,14 @@ def new_training(
             run_folder=run_folder,
             **arguments,
         )
+
+
+def _opened(path: str) -> privacy.DataBudget:
+    """Returns the budget of the data, which rank 0 alone opens."""
+    ranks = Ranks.here()
+    with ranks.together("opens the budget"):
+        budget = privacy.Budget.open(path) if ranks.is_first else None
+    return ranks.from_first(budget)
 
 
 def _sketched(projections: int, clipping: Any) -> tp.Sketched:

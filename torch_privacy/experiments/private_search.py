@@ -194,6 +194,7 @@ class PrivateSearch:
         return statement | {
             "target_epsilon": self._target,
             "epsilon": results["epsilon"],
+            "epsilon_of_steps_made": results["epsilon"],
             "attacker": attacker_as_json(privacy.compose([(self.event, 1)])),
             "releases": [{"event": privacy.event_to_dict(self.event), "count": 1}],
             "treated_as_public": [*statement["treated_as_public"], "the candidates of the search"],

@@ -48,17 +48,8 @@ class Settings(task.Settings):
     test_share: Annotated[
         float, OfTable("Share of the rows kept for the test, in (0, 1).", shown=f"{TEST_SHARE:g}")
     ] = TEST_SHARE
-    budget: Annotated[
-        str | None,
-        OfTable(
-            "Budget of the data, from torch-privacy budget open: a run that does not fit is refused.",
-            shown="none",
-            kind=Path,
-            metavar="FILE",
-        ),
-    ] = None
     clipping: str = "flat"  # older runs have "automatic": its probabilities were worse than the base rate
     average: float = 0.99  # decay of the weights' moving average
 
 
-OF_TABLE = ("target", "schema", "schema_share", "owner", "per_owner", "test_share", "budget")  # that no experiment has
+OF_TABLE = ("target", "schema", "schema_share", "owner", "per_owner", "test_share")  # that no experiment has

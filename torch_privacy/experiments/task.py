@@ -79,6 +79,15 @@ class Settings:
     data: Annotated[
         str | None, Option("Folder of data sets.", shown="$TORCH_PRIVACY_DATA", kind=Path, metavar="DIR")
     ] = None
+    budget: Annotated[
+        str | None,
+        Option(
+            "Budget of the data, from torch-privacy budget open: a run that does not fit is refused.",
+            shown="none",
+            kind=Path,
+            metavar="FILE",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from ..support.validate import Refused
 from ..training import PrivateTraining
 from ..training.old_spelling import refuse_moved
 from ..training.performance import USUAL, Performance
+from ..training.sampling import sampling_of
 from ..training.schedule import number_of_steps
 
 WHERE = "PrivateTrainer"
@@ -75,6 +76,15 @@ def checked_examples(examples: Examples) -> Examples:
         if getattr(examples, name):
             raise ValueError(f"{WHERE}: leave {name}= out of Examples: it is set by {SET_BY_TRAINER[name]}.")
     return examples
+
+
+def sampled(privacy: dict[str, Any], args: TrainingArguments, num_units: int) -> dict[str, Any]:
+    """Returns the keywords with the sampling and the mean batch size that `PrivateTraining` has for these epochs."""
+    if privacy.get("num_steps") or args.max_steps > 0 or privacy.get("correlation") is not None:
+        return privacy
+    size, others = privacy["expected_batch_size"], [privacy.get(name) for name in ("clipping", "noise_schedule")]
+    sampling, size = sampling_of(privacy.get("sampling"), args.num_train_epochs, size, num_units, *others)
+    return privacy | {"sampling": sampling, "expected_batch_size": size}
 
 
 def steps_of(privacy: Mapping[str, Any], args: TrainingArguments, num_units: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from ..sampling.datasets import check_map_style
 from ..sampling.examples import Examples
 from ..support.validate import Refused
 from ..training import PrivateTraining
-from .arguments import check_parts, checked_arguments, checked_examples, checked_privacy, steps_of
+from .arguments import check_parts, checked_arguments, checked_examples, checked_privacy, sampled, steps_of
 from .checkpoints import Secrets, saved_step
 from .losses import per_example_loss
 from .reporting import WHERE, TrainerReporting
@@ -48,7 +48,7 @@ class PrivateTrainer(TrainerReporting):
     Args:
         args: ``TrainingArguments``. ``per_device_train_batch_size`` is the ``microbatch_size``, which bounds memory
             and changes no release. ``max_steps``, or else ``ceil(num_train_epochs * n / expected_batch_size)``, is
-            ``num_steps``.
+            ``num_steps``. A whole number of epochs has batches as ``epochs`` of `PrivateTraining` has them.
         privacy: keywords of `PrivateTraining`, such as ``dict(clipping=tp.Flat(1.0), target_epsilon=8.0, delta=1e-6)``.
             ``expected_batch_size`` is by default per_device_train_batch_size * gradient_accumulation_steps * number of
             ranks. With ``run_folder`` (outside of ``output_dir``) training can be resumed.
@@ -134,7 +134,7 @@ class PrivateTrainer(TrainerReporting):
             raise ValueError(f"{WHERE}: training needs a train_dataset.")
         dataset: Any = self.train_dataset
         check_map_style(dataset, f"{WHERE}: train_dataset")
-        return TrainerBatches(dataset, steps_of(self._privacy, self.args, self._given_examples().num_units)[1])
+        return TrainerBatches(dataset, steps_of(self._sampled(), self.args, self._given_examples().num_units)[1])
 
     def _given_examples(self) -> Examples:
         """Returns the train data as they were given, with all columns."""
@@ -142,16 +142,20 @@ class PrivateTrainer(TrainerReporting):
         given = self._examples
         return given if given is not None and given.dataset is dataset else Examples(dataset)
 
+    def _sampled(self) -> dict[str, Any]:
+        """Returns the keywords of the training, with the way in which batches are drawn."""
+        return sampled(self._privacy, self.args, self._given_examples().num_units)
+
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
-        """Returns the numbers of epochs, steps and examples of a Poisson-sampled training."""
-        n, batch_size = len(dataloader.dataset), self._privacy["expected_batch_size"]
-        max_steps, of_epoch = steps_of(self._privacy, args, self._given_examples().num_units)
+        """Returns the numbers of epochs, steps and examples of a training that draws its batches at random."""
+        n, batch_size = len(dataloader.dataset), self._sampled()["expected_batch_size"]
+        max_steps, of_epoch = steps_of(self._sampled(), args, self._given_examples().num_units)
         epochs = math.ceil(max_steps / of_epoch)
         return epochs, of_epoch, n, max_steps * batch_size, math.ceil(batch_size), of_epoch, max_steps
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Returns the expected batch size, rounded up."""
-        return math.ceil(self._privacy["expected_batch_size"])
+        return math.ceil(self._sampled()["expected_batch_size"])
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._close()
@@ -182,7 +186,7 @@ class PrivateTrainer(TrainerReporting):
     def _new_training(self, model: nn.Module, num_steps: int) -> PrivateTraining:
         dataset: Any = self.train_dataset
         collator, optimizer = self.data_collator, self._inner_optimizer()
-        given: dict[str, Any] = self._privacy | {"num_steps": num_steps}
+        given: dict[str, Any] = self._sampled() | {"num_steps": num_steps}
         examples = self._given_examples()
         known, owners = examples.known_owners, {}
         if known is not None:  # their column may be among those that are removed

@@ -11,10 +11,9 @@ from .approximate.clt import clt_noise as clt_noise
 from .approximate.moments import canonne_conversion as canonne_conversion
 from .approximate.moments import mironov_conversion as mironov_conversion
 from .approximate.moments import moments_delta as moments_delta
-from .approximate.moments import moments_noise as moments_noise
 from .approximate.moments import moments_of as moments_of
 from .approximate.moments import rdp as rdp
-from .approximate.moments import rdp_noise as rdp_noise
+from .approximate.search import smallest_noise as smallest_noise
 from .approximate.strong import sampled_epsilon as sampled_epsilon
 from .approximate.strong import scaled_epsilon as scaled_epsilon
 from .approximate.strong import strong_composition as strong_composition

@@ -122,6 +122,10 @@ class FolderReader:
                 return self._valid(self.results, schema, content)
         return self._valid(self.results, schemas.OF_EXPERIMENT, content, NO_TRAINING)
 
+    def read_search(self) -> dict[str, Any]:
+        """Reads the results of a private search; raises a ``ValueError`` if the file is damaged."""
+        return self._valid(self.results, schemas.OF_SEARCH, self._self_checked(self.results))
+
     def read_audit(self) -> dict[str, Any] | None:
         """Reads the audit of the run, or returns None if there is none; raises a ``ValueError`` if it is damaged."""
         if not self.audit.exists():

@@ -266,6 +266,7 @@ EXPERIMENT_RESULTS = record(
     optional=("own_data", "deltas", "only", "skip", "ranks", "versions", *DIGESTS),
     closed=True,
 )
+OF_SEARCH = {"type": "object", "required": ["epsilon", "delta", "noise_multiplier"]}  # its statement has the same
 RESULTS = {  # of every kind, by an entry that only it has
     "reproduce": EXPERIMENT_RESULTS,
     "numbers": ROW_RESULTS,

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset
 
 from ..support.validate import plain_number, whole
 from .co_owners import check_public, kept_of_each, owners_of_each, plain_id
-from .datasets import check_map_style
+from .datasets import ChosenByOwners, check_map_style
 from .owners import column_of, ids_of, owners_of
 
 
@@ -42,7 +42,8 @@ def at_most(
         - Every subset of an owner's examples of that size is equally likely.
         - The choice for an owner depends on the seed, its id and the number of its examples alone, so that adding or
           removing another owner changes nothing for it, whatever the seed.
-        - Where examples have several owners, the choice depends on who owns them alone.
+        - Where examples have several owners, the choice depends on who owns them alone, and the statement of a training
+          on the result lists the owners of each example as public.
 
     Raises:
         Refused: an example without an owner, several owners that are not public, or another number of ids.
@@ -64,7 +65,7 @@ def at_most(
     ids = ids_of(where, owners)
     if (several := owners_of_each(where, ids)) is not None and len(several) == len(dataset):  # type: ignore[arg-type]
         check_public(where, several, public_owners)
-        return Subset(dataset, kept_of_each(several, count).tolist())
+        return ChosenByOwners(dataset, kept_of_each(several, count).tolist())
     known = owners_of(where, ids, dataset, count, public=public_owners)
     assert known is not None
     key = secrets.token_bytes(32) if seed is None else hashlib.blake2b(repr(plain_number(seed)).encode()).digest()[:32]

@@ -34,9 +34,20 @@ def check_map_style(dataset: Any, name: str = "dataset") -> None:
         raise Refused(f"{name} is empty: must hold at least one example.")
 
 
+class ChosenByOwners(Subset):
+    """Examples that were chosen by who owns each of them, which is public."""
+
+
+def shows_owners(dataset: Any) -> bool:
+    """True if it is public who owns each example: some subset in the chain was chosen by that."""
+    while isinstance(dataset, Subset) and not isinstance(dataset, ChosenByOwners):
+        dataset = dataset.dataset
+    return isinstance(dataset, ChosenByOwners)
+
+
 def source_of(dataset: Dataset) -> tuple[Dataset, np.ndarray | None]:
     """Returns the data set behind (nested) subsets, and the indices of the chosen examples (None: all)."""
-    if type(dataset) is not Subset:
+    if not (type(dataset) is Subset or type(dataset) is ChosenByOwners):
         return dataset, None
     source, subset = source_of(dataset.dataset)
     indices = np.asarray(dataset.indices, dtype=np.int64)

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from ..support.validate import Refused, plain_number, whole
 from .batches import Batches, Collate
 from .canaries import WithCanaries
-from .datasets import check_map_style
+from .datasets import check_map_style, shows_owners
 from .owners import Owners, owners_of
 
 WHERE = "Examples"
@@ -111,6 +111,14 @@ class Examples:
     def num_units(self) -> int:
         """Returns the number of examples, or of owners."""
         return self.num_examples if self.known_owners is None else self.known_owners.count
+
+    @property
+    def shows_owners(self) -> bool:
+        """True if it is public who owns each example, because examples have several owners and were chosen by that."""
+        known, canaries = self.known_owners, self.canaries
+        return shows_owners(self.dataset if canaries is None else canaries.examples) or (
+            known is not None and known.left_out is not None
+        )
 
     def batches(self) -> Batches:
         """Returns what fetches and collates batches of the examples."""

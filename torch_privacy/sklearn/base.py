@@ -55,6 +55,7 @@ class PrivateEstimator(BaseEstimator, ABC):
     bounds: Bounds = (-1.0, 1.0)
     refits: str = "refuse"
     prior_releases: Sequence[privacy.Release] = ()
+    budget: privacy.DataBudget | None = None
     microbatch_size: int | None = None
     run_folder: Path | str | None = None
     assume_independent: str | None = None

@@ -17,7 +17,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..support.validate import quoted
+from ..support.validate import Refused, quoted
 from .base import PrivateEstimator
 from .classes import find_classes
 from .fitting import NetworkPlan, Target
@@ -53,6 +53,8 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
             clipped to them, with a warning in ``fit``, and mapped to [-1, 1].
         refits: "refuse", "count" or "separate": what ``fit`` does if the data may have been trained on before (below).
         prior_releases: earlier releases of the same data that are used here, such as ``[pca.release_]``.
+        budget: the budget of the data, ``tp.Budget.open(path, ...)``, from which ``fit`` draws once; one that does not
+            fit is refused. It needs ``run_folder`` and ``classes``.
         microbatch_size: largest number of examples computed at once, to limit memory.
         run_folder: new folder for the files of the training.
         assume_independent: a reason, in words, why examples do not depend on each other in ``module``; no batch is
@@ -83,8 +85,8 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         PRIVATE.
 
     Raises:
-        Refused: a fit that would spend epsilon on the same data again, ``sample_weight``; whatever `PrivateTraining`
-            refuses.
+        Refused: a fit that would spend epsilon on the same data again, or that does not fit into the budget;
+            ``sample_weight``; whatever `PrivateTraining` refuses.
         ValueError: a parameter out of range, labels that ``classes`` lacks, NaN entries, fewer than
             two classes.
         TypeError: sparse data, raised by scikit-learn.
@@ -129,6 +131,11 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         classes = self.classes
         if isinstance(classes, str) and classes != "public":
             raise ValueError(f'{where}: classes={classes!r} must be "public", or the classes in a sequence, or None.')
+        if classes is None and self.budget is not None:
+            raise Refused(
+                f"{where}: budget= needs the classes, as finding them is a release that is made before the training "
+                'draws from the budget. Give classes=[...]; classes="public" takes those in y.'
+            )
         if classes is not None and not isinstance(classes, str):
             if len(np.unique(np.asarray(classes))) < len(classes):
                 raise ValueError(f"{where}: classes={classes!r} has a class twice.")

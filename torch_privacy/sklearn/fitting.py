@@ -192,6 +192,7 @@ def train(
             delta=plan.delta,
             performance=Performance(microbatch_size=estimator.microbatch_size),
             prior_releases=(*estimator.prior_releases, *target.releases),
+            budget=estimator.budget,
             run_folder=estimator.run_folder,
             test_seed=estimator.test_seed,
         )

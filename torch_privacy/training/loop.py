@@ -516,7 +516,6 @@ class PrivateTraining(Reporting):
 
     def _release(self, total: StepSums) -> bool:
         """Makes the release of a step; returns False if it has to be made again under new keys."""
-        self._setup.account.check_unsettled()
         released = self._releaser.release(total)
         if released:
             self._runs.listener.after_step(self)

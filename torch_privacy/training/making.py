@@ -83,7 +83,7 @@ def make_setup(
             written = settings_of(own.model, optimizer, scheduler, batches.dataset, trained, settings, resumed)
             files.begin(written, len(ledger) - len(settings.prior_releases))
         reservation = reserve_plan(settings, plan, ledger, batches.dataset, examples, is_first=ranks.is_first)
-        account = Account(settings, plan, ledger, ranks.size, reservation)
+        account = Account(settings, plan, ledger, ranks.size, reservation, shows_owners=examples.shows_owners)
     except BaseException:
         ledger.close()
         raise

@@ -40,6 +40,7 @@ class Releaser:
         setup, state = self._setup, self._state
         step, releases = state.step, state.releases
         try:
+            setup.account.check_unsettled()
             self._check_unchanged()
             self._check_finite(total)
             release, places = self._meeting.take(self._listener.completed(total.sums, state))

@@ -56,6 +56,7 @@ class Account:
         ledger: records the releases.
         ranks: number of processes.
         reservation: in the budget of the data, if there is one.
+        shows_owners: whether it is public who owns each example.
 
     Raises:
         Refused: the budget does not allow one step.
@@ -68,9 +69,12 @@ class Account:
         ledger: privacy.Ledger,
         ranks: int = 1,
         reservation: Reservation | None = None,
+        *,
+        shows_owners: bool = False,
     ):
         self._settings, self._plan, self._ledger, self._ranks = settings, plan, ledger, ranks
         self._reservation, self._is_settled = reservation, False
+        self._shows_owners = shows_owners
         self.steps_allowed = self._steps_allowed(0)
         self._planned: tuple[Any, privacy.Profile] | None = None
         if not self.steps_allowed:
@@ -254,10 +258,9 @@ class Account:
 
     def _public(self, mechanism: Mechanism) -> tuple[str, ...]:
         size = "num_examples" if self._settings.owners is None else "num_owners"
-        shared = self._settings.owners is not None and self._settings.owners.left_out is not None
         return (
             size,
-            *(("the owners of each example",) if shared else ()),
+            *(("the owners of each example",) if self._shows_owners else ()),
             *ALWAYS_PUBLIC,
             *mechanism.treated_as_public,
         )

@@ -169,3 +169,33 @@ def test_any_callable_states_the_price_of_an_event():
         assert ByPartial().dominating_pair() is pair
     finally:
         privacy.events.base.EVENTS.pop("ByPartial")
+
+
+REPLACED = privacy.NeighboringRelation.REPLACE_ONE
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda relation: privacy.SubsampledJL(1.0, 32, 0.01, neighboring_relation=relation),
+        lambda relation: privacy.SubsampledGroup(1.0, 0.01, 4, neighboring_relation=relation),
+        lambda relation: privacy.BallsAndBins(1.0, 10, relation),
+        lambda relation: privacy.TruncatedGaussian(1.0, 0.01, 1000, 30, relation),
+        lambda relation: privacy.GaussianMixture(1.0, (0.0, 1.0), (0.9, 0.1), relation),
+    ],
+)
+def test_events_without_a_price_for_replaced_examples_are_refused_with_the_way_to_one(make):
+    with pytest.raises(ValueError, match=r"one in place of the other.*privacy\.tradeoff\.group\(profile\.tradeoffs"):
+        make(REPLACED)
+    assert make(privacy.NeighboringRelation.REPLACE_SPECIAL).dominating_pair() is not None
+
+
+def test_way_to_a_price_for_replaced_examples_bounds_one_that_is_known():
+    """The exact price of replacing, over twice the sensitivity, lies between that of one zero-out and of two."""
+    zero_out = privacy.SubsampledGaussian(2.0, 0.1, privacy.NeighboringRelation.REPLACE_SPECIAL)
+    replaced = privacy.compose([(privacy.SubsampledGaussian(1.0, 0.1, REPLACED), 20)])
+    once = privacy.compose([(zero_out, 20)]).tradeoffs["symmetrized"].low
+    twice = privacy.tradeoff.group(once, 2).low
+    for epsilon in (0.1, 0.5, 1.0, 2.0):
+        assert float(once.delta(epsilon)) < replaced.delta(epsilon).low
+        assert replaced.delta(epsilon).high <= float(twice.delta(epsilon)) < 1

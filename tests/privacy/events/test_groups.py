@@ -85,6 +85,22 @@ def test_outcomes_are_those_of_the_losses():
     assert mass.sum() == pytest.approx(1, abs=1e-13)
 
 
+def test_losses_beyond_floating_point_are_priced_as_a_simulation_finds():
+    """The loss of one step may exceed 700, and e^700 is no number; 10,000 trainings are simulated."""
+    noise, q, size, steps, people = 0.3, 0.05, 20, 4, 10_000
+    lattice = Profile([(privacy.SubsampledGroup(noise, q, size), steps)], "lattice")
+    rng, pair = np.random.default_rng(0), GroupPair(1 / noise, q, size)
+    joined = rng.binomial(size, q, people * steps)
+    heights = pair._height_at(joined / noise + rng.standard_normal(people * steps))
+    losses = (heights + pair.floor).reshape(people, steps).sum(1)
+    for epsilon in (20.0, 100.0):
+        found = np.maximum(-np.expm1(epsilon - losses), 0)
+        error = 6 * found.std() / people**0.5
+        low, high = lattice.delta(epsilon)
+        assert low - error <= found.mean() <= high + error
+        assert high - low < 0.01 * high
+
+
 def test_groups_reduce_to_single_examples_and_to_full_batches():
     one = privacy.compose([(privacy.SubsampledGroup(1.1, 0.01, 1), 300)]).epsilon(1e-5)
     assert one == privacy.compose([(privacy.SubsampledGaussian(1.1, 0.01), 300)]).epsilon(1e-5)

@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from ...support.validate import Refused, non_negative, plain_numbers, positive, strictly_between
+from ...support.validate import Refused, non_negative, plain_numbers, strictly_between
 from ..bracket import Array
 from ..engines.log_moments import log_moments
 from ..events.base import Event, checked_releases
 from ..events.charged import charged
 from ..events.concentrated import ZeroConcentrated
-from ..events.gaussian import SubsampledGaussian
-from .search import smallest_noise
 
 MOMENT_ORDERS = tuple(order / 8 for order in range(1, 257))
 DP_ACCOUNTING_ORDERS = (*(1 + order / 10 for order in range(1, 100)), *range(11, 64), 128, 256, 512, 1024)
@@ -34,6 +32,7 @@ def mironov_conversion(divergence: Array, order: Array, delta: float) -> Array:
     Source: Mironov (2017), arXiv:1702.07476, Proposition 3; Yu, Zhang, Chen & Liu (2021), arXiv:2102.12677, Lemma D.4.
 
     Example:
+        >>> from torch_privacy.privacy import SubsampledGaussian
         >>> steps = [(SubsampledGaussian(noise_multiplier=1.5, sampling_probability=1000 / 50_000), 5000)]
         >>> for conversion in (mironov_conversion, canonne_conversion):
         ...     print(f"{rdp(steps, 1e-5, range(2, 65), conversion):.3f}")
@@ -77,6 +76,7 @@ def rdp(
     Source: Mironov, Talwar & Zhang (2019), arXiv:1908.10530.
 
     Example:
+        >>> from torch_privacy.privacy import SubsampledGaussian
         >>> step = SubsampledGaussian(noise_multiplier=0.7, sampling_probability=256 / 60000)
         >>> round(rdp([(step, 70 * 60000 // 256)], delta=1e-5), 2)
         7.84
@@ -108,6 +108,7 @@ def moments_of(events: Iterable[tuple[Event, int]], delta: float, orders: Orders
     Source: Abadi et al. (2016), arXiv:1607.00133, Theorem 2 and equation 3.
 
     Example:
+        >>> from torch_privacy.privacy import SubsampledGaussian
         >>> step = SubsampledGaussian(noise_multiplier=0.7, sampling_probability=256 / 60000)
         >>> round(moments_of([(step, 70 * 60000 // 256)], delta=1e-5), 2)
         8.68
@@ -130,6 +131,7 @@ def moments_delta(events: Iterable[tuple[Event, int]], epsilon: float, orders: O
     Source: Abadi et al. (2016), arXiv:1607.00133, Theorem 2, the tail bound.
 
     Example:
+        >>> from torch_privacy.privacy import SubsampledGaussian
         >>> steps = [(SubsampledGaussian(1.1, 0.01), 1000)]
         >>> f"{moments_delta(steps, moments_of(steps, 1e-5)):.6g}"
         '1e-05'
@@ -139,61 +141,6 @@ def moments_delta(events: Iterable[tuple[Event, int]], epsilon: float, orders: O
     return float(np.exp(min((_log_moments("moments_delta", events, values) - values * epsilon).min(), 0.0)))
 
 
-@plain_numbers
-def rdp_noise(
-    target_epsilon: float,
-    delta: float,
-    *,
-    sampling_probability: float,
-    num_steps: int,
-    orders: Orders = DP_ACCOUNTING_ORDERS,
-    conversion: Conversion = canonne_conversion,
-) -> float:
-    """Returns the smallest noise multiplier with which `rdp` states at most the target, as many libraries plan.
-
-    Args:
-        target_epsilon: above 0.
-        delta: in (0, 1).
-        sampling_probability: q of equal Poisson-sampled Gaussian steps, in (0, 1].
-        num_steps: how many, at least 1.
-        orders: as in `rdp`.
-        conversion: as in `rdp`.
-
-    Raises:
-        ValueError: the target needs a noise multiplier above 1e4, or below 0.2.
-
-    Example:
-        >>> noise = rdp_noise(8.0, 1e-5, sampling_probability=0.01, num_steps=10_000)
-        >>> f"{noise:.3f}, {rdp([(SubsampledGaussian(noise, 0.01), 10_000)], 1e-5):.4f}"
-        '0.917, 8.0000'
-    """
-    values = _checked("rdp_noise", orders, above=1)
-    return _noise("rdp_noise", target_epsilon, delta, (sampling_probability, num_steps), values, conversion)
-
-
-@plain_numbers
-def moments_noise(
-    target_epsilon: float,
-    delta: float,
-    *,
-    sampling_probability: float,
-    num_steps: int,
-    orders: Orders = MOMENT_ORDERS,
-) -> float:
-    """Returns the smallest noise multiplier with which `moments_of` states at most the target, as the papers plan.
-
-    That is `rdp_noise` at the orders λ + 1 with `mironov_conversion`; arguments and errors are the same.
-
-    Example:
-        >>> noise = moments_noise(8.0, 1e-5, sampling_probability=0.01, num_steps=10_000)
-        >>> f"{noise:.3f}, {moments_of([(SubsampledGaussian(noise, 0.01), 10_000)], 1e-5):.4f}"
-        '0.962, 8.0000'
-    """
-    values = _checked("moments_noise", orders, above=0) + 1
-    steps = sampling_probability, num_steps
-    return _noise("moments_noise", target_epsilon, delta, steps, values, mironov_conversion)
-
-
 def _epsilon(
     where: str, events: Iterable[tuple[Event, int]], delta: float, orders: Array, conversion: Conversion
 ) -> float:
@@ -201,19 +148,6 @@ def _epsilon(
     strictly_between(where, 0, 1, delta=delta)
     divergence = _log_moments(where, events, orders - 1) / (orders - 1)
     return max(float(conversion(divergence, orders, delta).min()), 0.0)
-
-
-def _noise(
-    where: str, target: float, delta: float, steps: tuple[float, int], orders: Array, conversion: Conversion
-) -> float:
-    """Returns the smallest noise multiplier of equal steps with at most the target."""
-    (probability, num_steps) = steps
-    positive(where, target_epsilon=target)
-
-    def accountant(noise: float) -> float:
-        return _epsilon(where, [(SubsampledGaussian(noise, probability), num_steps)], delta, orders, conversion)
-
-    return smallest_noise(where, accountant, target, delta, steps)
 
 
 def _log_moments(where: str, events: Iterable[tuple[Event, int]], values: Array) -> Array:

@@ -20,6 +20,10 @@ WITHOUT_NOISE = (
     "To debug almost without noise, pass noise_multiplier=1e-6 with test_seed=0, and a large clip norm to leave "
     "gradients unclipped: every statement then says NOT PRIVATE."
 )
+REPLACED = (
+    "To replace an example is to zero it out and to put another one in its place. So price the whole training for "
+    "zero-out: privacy.tradeoff.group(profile.tradeoffs['symmetrized'].low, 2).low holds where an example is replaced."
+)
 MAX_COUNT = 2**53  # a larger number of releases is no exact floating-point number
 
 
@@ -89,8 +93,8 @@ def check_removal(where: str, neighboring_relation: NeighboringRelation) -> None
     check_relation(where, neighboring_relation)
     if neighboring_relation not in REMOVALS:
         raise ValueError(
-            f"{where}: neighboring_relation={neighboring_relation!r} has no known price here. Allowed: "
-            f"{', '.join(map(repr, REMOVALS))}."
+            f"{where}: neighboring_relation={neighboring_relation!r} has no known price here: no pair is proved to "
+            f"cover any two examples, one in place of the other. Allowed: {', '.join(map(repr, REMOVALS))}. {REPLACED}"
         )
 
 
@@ -253,7 +257,9 @@ def event_from_dict(description: dict[str, Any]) -> Event:
     name = values.pop("type", None)
     if not isinstance(name, str):
         raise ValueError(f"event_from_dict: type={shown(name)} must be the name of an event type.")
-    one_of("event_from_dict", EVENTS, type=name)
+    if name not in EVENTS:
+        own, known = "import the module of an event of your own first", ", ".join(map(repr, EVENTS))
+        raise InvalidValue("event_from_dict", "type", name, f"must be one of those known here ({own}): {known}.")
     kind = EVENTS[name]
     allowed = {field.name: field.default is MISSING for field in fields(kind)}  # pyright: ignore[reportArgumentType]
     needed = {field for field, without_default in allowed.items() if without_default}

@@ -18,7 +18,7 @@ from ..pairs.base import DominatingPair, PairBounds
 from ..pairs.either import EitherPair
 from ..pairs.fixed_size import family
 from ..pairs.gaussian import LARGEST_SHIFT, ReplaceOneGaussianPair, SubsampledGaussianPair, SymmetrizedPair
-from .base import MAX_COUNT, REMOVALS, Event, NeighboringRelation, check_noise, check_relation, priced
+from .base import MAX_COUNT, REMOVALS, REPLACED, Event, NeighboringRelation, check_noise, check_relation, priced
 
 SMALLEST_PROBABILITY = 1e-315
 
@@ -234,7 +234,8 @@ class TruncatedGaussian(Event):
         if self.neighboring_relation is not NeighboringRelation.REPLACE_SPECIAL:
             raise ValueError(
                 f"TruncatedGaussian: neighboring_relation={self.neighboring_relation!r} has no price, because the "
-                "number of examples decides how often a batch is cut. Allowed: NeighboringRelation.REPLACE_SPECIAL."
+                "number of examples decides how often a batch is cut, and no pair is proved to cover any two examples, "
+                f"one in place of the other. Allowed: NeighboringRelation.REPLACE_SPECIAL. {REPLACED}"
             )
         check_unit("TruncatedGaussian", unit=self.unit)
 

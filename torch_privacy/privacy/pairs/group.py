@@ -74,7 +74,7 @@ class GroupPair(DiscretizablePair):
         logs = self._log_weights[0]
         largest = int(np.flatnonzero(logs > REST / 2)[-1])
         bottom, top = self._height_at(np.array([-REACH, largest * self.shift + REACH]))
-        return float(bottom), float(top)
+        return float(bottom), min(float(top), LARGEST_EXPONENT - self.floor)  # losses beyond count as infinite
 
     def dominating(self) -> SubsampledGaussianPair:
         """Returns the pair of a single example as long as the whole group, which dominates this one."""

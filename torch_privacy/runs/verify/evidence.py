@@ -29,6 +29,7 @@ class Evidence:
     prior: Releases
     ledger: privacy.Ledger | None = None
     results: dict[str, Any] | None = None
+    search: dict[str, Any] | None = None  # results of a private search
     settings: dict[str, Any] | None = None
     findings: list[Finding] = field(default_factory=list)
 
@@ -53,12 +54,11 @@ class Evidence:
         found = cls(folder, statement, made, priced or made, prior)
         found.findings.append(agrees(subject, f"format {statement['format']}"))
         found.ledger = found._read("digests of the ledger's lines", folder.ledger, privacy.Ledger.read)
+        subject = "digest of results.json itself"
         if found.is_search:
-            found.findings.append(unchecked("results.json", "it is that of a private search"))
+            found.search = found._read(subject, folder.results, lambda _: folder.read_search())
         else:
-            found.results = found._read(
-                "digest of results.json itself", folder.results, lambda _: folder.read_results()
-            )
+            found.results = found._read(subject, folder.results, lambda _: folder.read_results())
             if found.results is not None and "privacy" not in found.results:
                 found.results = None
         found.settings = found._read("settings.json can be read", folder.settings, lambda _: folder.read_settings())

@@ -39,6 +39,9 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     yield from _privacy(evidence)
     if evidence.results is not None:
         yield from _results(evidence)
+    if evidence.search is not None:
+        for name in ("epsilon", "delta", "noise_multiplier"):
+            yield equal(f"results.json: {name}", evidence.search[name], evidence.statement[name], "the statement")
     if evidence.settings is not None:
         yield from _settings(evidence.settings, evidence)
 
@@ -47,8 +50,6 @@ def _releases(evidence: Evidence) -> Iterator[Finding]:
     made, subject = evidence.made, "releases of the ledger"
     if evidence.ledger is None:
         yield unchecked(subject, "there is no ledger that can be read")
-    elif evidence.is_search:
-        yield unchecked(subject, "the folder is a private search, and its ledger holds the best run only")
     else:
         yield _same_releases(subject, made, evidence.ledger.events, "the ledger")
     if missing := lacking(evidence.priced, made):
