@@ -28,6 +28,12 @@ def of_make_test(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     return {case for cases in tests.values() for case in _chosen(cases)}
 
 
+def is_thorough(test: object) -> bool:
+    """True for a test function, or a class of tests, that `make test` leaves out as a whole."""
+    marks = vars(test).get("pytestmark", []) if hasattr(test, "__dict__") else []
+    return any(mark.name == "thorough" and not mark.kwargs.get("but") for mark in marks)
+
+
 def _chosen(cases: list[pytest.Item]) -> list[pytest.Item]:
     few = [case for case in cases if not any(mark.name == "thorough" for mark in _marks_of_parameters(case))]
     limits = [mark.kwargs.get("but", 0) for case in few[:1] for mark in case.iter_markers("thorough")]

@@ -9,7 +9,7 @@ import gloo_pool
 import pretended_gpu
 import pytest
 import torch
-from chosen import of_make_test
+from chosen import is_thorough, of_make_test
 from fixed_state import fixed_state
 from hypothesis import settings
 from on_device import runs_on_device
@@ -45,12 +45,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Makes no cases of a test that `make test` leaves out as a whole: to make them takes as long as to run some."""
+    asked = collector.config.getoption("--all") or collector.config.getoption("--thorough")
+    is_left_out = not asked and not is_named(collector.config) and is_thorough(obj)
+    return [] if is_left_out else None
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out the tests that cannot run on the device, and those of `make test` or of `make thorough`.
 
     A test that is named with its file (``path::test``) runs with every case.
     """
-    if not config.getoption("--all") and not any("::" in argument for argument in config.args):
+    if not config.getoption("--all") and not is_named(config):
         few = of_make_test(items)
         thorough = config.getoption("--thorough")
         _leave_out(config, items, [item for item in items if (item in few) == thorough])
@@ -67,6 +75,11 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     return (
         [f"of make test: {config.stash[OF_MAKE_TEST]} cases, which come first"] if OF_MAKE_TEST in config.stash else []
     )
+
+
+def is_named(config: pytest.Config) -> bool:
+    """True if a test was named with its file."""
+    return any("::" in argument for argument in config.args)
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:

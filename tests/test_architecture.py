@@ -28,6 +28,7 @@ def test_the_papers_come_in_by_two_doors():
     assert {module for module, text in sources.items() if "torch_privacy_papers" in text} == DOORS
 
 
+@pytest.mark.thorough
 def test_no_modules_import_each_other_in_a_circle():
     assert architecture.circles() == []
 

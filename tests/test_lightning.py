@@ -334,7 +334,7 @@ class Interrupts(lightning.Callback):
             raise OSError("lost power")
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("at", [3, 5, 6], ids=["in an epoch", "at its end", "in the second"])
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_batches_and_noise(tmp_path, at):
     schedule = lambda optimizer: {"scheduler": by_step(optimizer), "interval": "step"}  # noqa: E731

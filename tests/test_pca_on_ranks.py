@@ -53,7 +53,7 @@ def assert_same_release(one: dict[str, Any], other: dict[str, Any]) -> None:
         np.testing.assert_array_equal(one[name], other[name], strict=True)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("of_rank_0", [0, 1, 150, 299, 300])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
 def test_release_equals_that_of_one_process_bit_for_bit(dtype, of_rank_0, ranks2: Pool):

@@ -32,6 +32,7 @@ def test_constraints_pin_every_dependency(name):
     assert re.fullmatch(r"[0-9][0-9.]*", PINS[name])
 
 
+@pytest.mark.thorough
 def test_package_imports_only_what_it_declares():
     sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     nodes = [node for path in sources for node in ast.walk(ast.parse(path.read_text()))]

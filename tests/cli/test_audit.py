@@ -119,6 +119,7 @@ def three():
 """
 
 
+@pytest.mark.thorough
 def test_own_training_is_audited(tmp_path, capsys, monkeypatch):
     (tmp_path / "own_training.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
@@ -131,6 +132,7 @@ def test_own_training_is_audited(tmp_path, capsys, monkeypatch):
     assert "(train, dataset)" in capsys.readouterr().err
 
 
+@pytest.mark.thorough(but=4)
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

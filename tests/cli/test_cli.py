@@ -104,7 +104,7 @@ MISTAKES = {  # arguments -> words of the one sentence that says what is wrong
 }
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("arguments", WITHOUT_TORCH.values(), ids=WITHOUT_TORCH)
 def test_cli_does_not_wait_for_torch(arguments):
     code = "import sys; from torch_privacy.cli import run; run(sys.argv[1:]); sys.exit('torch' in sys.modules)"
@@ -184,6 +184,7 @@ def test_epsilon_and_compare_price_a_person_with_several_examples(capsys):
     assert persons["rule"].startswith("Sample persons (owners of Examples, per_owner=4) if")
 
 
+@pytest.mark.thorough
 def test_epsilon_json_says_null_where_a_number_is_infinite(capsys):
     arguments = ["--noise-multiplier", "0.1", "--sampling-probability", "0.999", "--steps", "1", "--delta", "1e-300"]
     assert run(["epsilon", *arguments, "--json"]) == 0
@@ -285,6 +286,7 @@ def test_plot_writes_the_format_of_the_name(kind, tmp_path):
         plots.save(figure, tmp_path / "curve")
 
 
+@pytest.mark.thorough
 def test_compare_holds_every_claim_against_the_certified_bracket(capsys):
     assert run(["compare", *EVENTS, "--json"]) == 0
     claims = {claim["accountant"]: claim for claim in json.loads(capsys.readouterr().out)["claims"]}
@@ -330,6 +332,7 @@ def test_compare_names_a_peer_that_is_not_installed(monkeypatch):
     assert claims["RDP"].epsilon == privacy.rdp(equal_releases(1.1, 0.01, 100), 1e-5)
 
 
+@pytest.mark.thorough
 def test_compare_shows_a_peer_that_fails_and_goes_on(monkeypatch):
     def fails(setting):
         raise MemoryError("too many\npoints")

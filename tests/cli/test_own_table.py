@@ -168,6 +168,7 @@ def test_same_settings_make_the_same_split(file, finished):
     assert not task.exact or "of 'job'" in task.exact[0]
 
 
+@pytest.mark.thorough
 def test_complete_schema_costs_nothing_and_exact_counts_are_only_shown(file, tmp_path, capsys):
     schema, folder = tmp_path / "schema.toml", tmp_path / "run"
     schema.write_text(SCHEMA)
@@ -306,7 +307,7 @@ TABLES = {  # content of a file -> words of the refusal
 }
 
 
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("text", "words"), TABLES.values(), ids=TABLES)
 def test_tables_that_cannot_be_trained_on_are_refused_in_one_sentence(text, words, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)

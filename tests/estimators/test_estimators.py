@@ -58,6 +58,7 @@ def trained_by_hand(x, y, num_steps, decay, **settings):
     return (model if average is None else average.model).state_dict(), training
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("average", [None, 0.1])
 def test_weights_are_those_of_the_plain_loop_bit_for_bit(average):
     x, y = data()
@@ -71,6 +72,7 @@ def test_weights_are_those_of_the_plain_loop_bit_for_bit(average):
     assert fitted.statement_["epsilon"] == training.statement()["epsilon"]
 
 
+@pytest.mark.thorough
 def test_squared_errors_are_of_targets_scaled_by_their_bounds():
     x, _ = data()
     y = 5 + 4 * x[:, 0]
@@ -108,6 +110,7 @@ def test_statement_says_what_was_public():
     assert "NOT PRIVATE" in str(classifier().fit(x, y).spent_)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("n", "delta"), [(60, 1e-5), (40_000, 1 / 400_000)])
 def test_delta_follows_from_the_number_of_examples(n, delta):
     x, y = data(n)
@@ -115,6 +118,7 @@ def test_delta_follows_from_the_number_of_examples(n, delta):
     assert fitted.spent_.delta == delta
 
 
+@pytest.mark.thorough
 def test_features_are_clipped_to_their_bounds():
     x, y = data()
     low, high = np.array([-2.0, -1, 0]), np.array([2.0, 1, 5])
@@ -141,6 +145,7 @@ def test_a_scaler_fitted_to_the_data_is_noticed():
     assert classifier(test_seed=None).fit(np.hstack([signs, x]), y).statement_["private"] is True
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     "frame", [lambda x: pd.DataFrame(x, columns=["a", "b", "c"]), lambda x: x.astype(np.float32), lambda x: x.tolist()]
 )
@@ -176,6 +181,7 @@ def test_a_fitted_estimator_goes_through_a_file(through):
     assert clone(again).get_params() == fitted.get_params()
 
 
+@pytest.mark.thorough
 def test_modules_rules_and_optimizers_of_ones_own():
     x, y = data()
     make = lambda d, k: nn.Sequential(nn.Linear(d, 5), nn.Dropout(0.5), nn.Linear(5, k))  # noqa: E731
@@ -190,6 +196,7 @@ def test_modules_rules_and_optimizers_of_ones_own():
 
 
 class TestClasses:
+    @pytest.mark.thorough
     def test_those_with_enough_examples_are_found_and_paid_for(self):
         x, _ = data(400)
         y = np.array(["a"] * 200 + ["b"] * 199 + ["only one"])

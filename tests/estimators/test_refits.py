@@ -84,7 +84,7 @@ def test_prices_named_are_certified():
         assert float(named) - 1e-3 <= exact <= float(named)
 
 
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["the same estimator", "another", "some rows", "as float32", "in another order"])
 def test_a_further_fit_to_the_same_rows_is_refused(how):
     x, y = data()

@@ -177,7 +177,7 @@ def test_run_ends_when_its_last_steps_draw_nobody(tmp_path):
         assert [row.step for row in run.private.rows] == [3]
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("stop", [0, 1, 5, STEPS])
 @pytest.mark.parametrize("saved", [True, False], ids=["saved", "killed"])
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path, stop, saved):

@@ -273,6 +273,7 @@ except Refused as error:
 """
 
 
+@pytest.mark.thorough
 def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
     path = tmp_path / "ledger"
     found = filled(path, 3)

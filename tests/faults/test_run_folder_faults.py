@@ -26,6 +26,7 @@ folder.write_checkpoint({"keys": "of step 2"})
 """
 
 
+@pytest.mark.thorough
 def test_keys_of_a_checkpoint_that_was_killed_do_not_stay(tmp_path):
     path = tmp_path / "run"
     done = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False, cwd=ROOT)

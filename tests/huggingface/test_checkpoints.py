@@ -68,6 +68,7 @@ def keys_of(trainer: PrivateTrainer) -> list[bytes]:
     return [part for key in found for part in (key.encode(), key.upper().encode(), bytes.fromhex(key))]
 
 
+@pytest.mark.thorough
 def test_training_goes_on_with_the_same_batches_and_noise(tmp_path):
     trainer = trainer_in(tmp_path)
     stop_after(trainer, 3)  # one release after the checkpoint

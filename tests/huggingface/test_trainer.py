@@ -74,7 +74,7 @@ def texts() -> list[dict[str, Any]]:
     return [row | {"text": "not an input"} for row in encoded()]
 
 
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_the_plain_loop(case, tmp_path):
     new_model, data, collator, privacy, settings = CASES[case]()

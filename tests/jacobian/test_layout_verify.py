@@ -525,6 +525,7 @@ def test_the_known_layout_or_none_is_taken_if_no_weights_decide(order, monkeypat
 SMALL = {torch.float32: [1e-20, 1e-24, 1e-30, 1e-42, 0.0], torch.float64: [1e-30, 1e-200, 1e-310, 0.0]}
 
 
+@pytest.mark.thorough(but=4)
 @pytest.mark.parametrize(("dtype", "size"), [(dtype, size) for dtype, sizes in SMALL.items() for size in sizes])
 @pytest.mark.parametrize("order", Ordered.ORDERS)
 def test_converged_models_are_not_refused(order, dtype, size):

@@ -92,6 +92,7 @@ def test_views_of_one_example_differ_and_cost_no_privacy():
     assert training.clipping.sensitivity(training.event.neighboring_relation) == 0.4
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize(
     "rule", [tp.PerLayer(0.4), tp.Adaptive(0.4, count_noise_stddev=2.0), tp.Automatic(0.4), tp.MicroBatches(0.4, 4)]
 )

@@ -36,6 +36,7 @@ def test_noise_is_standard_normal(draw, dtype):
     assert stats.kstest(z, "norm").pvalue > 1e-3
 
 
+@pytest.mark.thorough
 def test_noise_is_standard_normal_to_the_sixth_moment():
     size, z = 10 * MILLION, torch.empty(10 * MILLION, dtype=torch.float64)
     Noise(key_from_test_seed(2, "noise")).fill(0, {"z": z})

@@ -97,6 +97,7 @@ def test_a_target_epsilon_is_met_and_never_exceeded(epochs: int) -> None:
     assert optimizer.noise_multiplier == pytest.approx(exact, rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_second_training_counts_the_first_and_its_target_covers_both() -> None:
     engine, model, optimizer, loader = made_private(noise_multiplier=2.0, test_seed=None)
     trained(model, optimizer, loader)

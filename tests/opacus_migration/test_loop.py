@@ -74,7 +74,7 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 @pytest.mark.parametrize(("name", "on_original"), [*zip(SCHEDULERS, itertools.cycle([False, True]))])
 def test_schedulers_count_steps_not_rehearsals(name: str, on_original: bool) -> None:
@@ -102,6 +102,7 @@ def test_a_scheduler_may_advance_once_in_an_epoch() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
 
 
+@pytest.mark.thorough
 def test_microbatches_of_the_memory_manager_are_one_step() -> None:
     engine, model, optimizer, loader = made_private()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

@@ -144,6 +144,7 @@ def test_a_momentum_of_other_layers_is_refused() -> None:
     load_optimizer(sgd(old), optimizer.state_dict())
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", ["DPLSTM", "DPGRU", "DPRNN"])
 def test_layers_of_either_library_train(name: str) -> None:
     data = TensorDataset(torch.randint(7, (30, 4)), torch.randint(3, (30,)))

@@ -37,7 +37,7 @@ def exact_step(noise, r, q, epsilon):
         return float(mpmath.mpf(q) * value)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("noise", "r", "q", "epsilon"), [(3.0, 64, 0.02, 6.0), (2.0, 128, 0.5, 5.0), (1.0, 16, 0.1, 2.0)]
 )
@@ -102,6 +102,7 @@ def test_known_guarantee_is_returned_at_its_own_delta(epsilon, delta, count):
     assert privacy.compose([(PROFILE((epsilon,), (delta,)), count)]).epsilon(0).high == math.inf
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     ("guarantees", "delta", "epsilon"),
     [
@@ -161,6 +162,7 @@ def test_tradeoff_with_infinite_losses_reaches_the_finite_ones():
     assert float(exact(0.05)) - 0.01 <= low <= float(exact(0.05)) + 1e-12
 
 
+@pytest.mark.thorough
 @draws(6)
 @given(st.integers(0, 1000), st.floats(-9, -2))
 def test_grouping_many_different_steps_encloses_them(seed, log_delta):

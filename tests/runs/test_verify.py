@@ -476,6 +476,7 @@ def test_event_that_is_not_imported_is_no_agreement_and_the_cure_is_said(tmp_pat
     assert "import the module of an event of your own first" in found.detail
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("kind", ["experiment", "loop"])
 def test_former_folders_are_verified(kind, tmp_path):
     shutil.copytree(FORMER / kind, tmp_path / kind)

@@ -52,6 +52,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 @THREADS
 def test_the_group_is_closed_before_the_interpreter_ends():
     program = AT_EXIT.format(tests=str(Path(__file__).parent))

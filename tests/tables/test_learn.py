@@ -162,6 +162,7 @@ def test_a_task_that_is_stated_is_kept():
     assert learn(frame, open_schema(frame, "y"), **MUCH).schema.task == "regression"
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize(
     ("target", "task", "message"),
     [

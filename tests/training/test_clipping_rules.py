@@ -53,6 +53,7 @@ def next_clip_norm(clip_norm, norms, noise, expected_batch_size):
     return min(max(clip_norm * math.exp(-0.2 * (fraction - 0.5)), 1e-6), 1e6)
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize(
     ("rule", "microbatch_size"), [*((rule, None) for rule in RULES), *((rule, 3) for rule in BY_EXAMPLE)]
 )
@@ -100,6 +101,7 @@ def test_empty_step_of_any_rule_is_noise_times_the_sensitivity(rule, monkeypatch
     assert rule != "adaptive" or training.clipping.clip_norm == pytest.approx(clip_norm, rel=1e-6) != 0.5
 
 
+@pytest.mark.thorough(but=2)
 @by_each_rule
 def test_steps_of_any_rule_are_priced_as_the_noise_multiplier_given(rule):
     training = training_of(clipping=RULES[rule][0], delta=1e-3)
@@ -214,6 +216,7 @@ def test_every_rule_is_trained_with():
     assert {type(rule) for rule, _, _ in RULES.values()} == rules
 
 
+@pytest.mark.thorough(but=2)
 @by_each_rule
 def test_statement_says_the_rule_its_settings_and_its_sensitivity(rule):
     training = training_of(clipping=RULES[rule][0])

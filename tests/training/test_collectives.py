@@ -170,7 +170,7 @@ def with_new_code(rank: int, how: str, turns_before: int) -> tuple[list[list[Col
     return private_steps(case(expected_batch_size=8, num_steps=8), how, losses)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_a_rank_with_new_code_makes_the_collectives_of_all(ranks2, how):
     (_, turns), _ = ranks2.run(with_new_code, how, 1000)

@@ -74,6 +74,7 @@ def test_an_example_is_in_steps_that_are_a_multiple_of_the_bands_apart():
     assert all({step % 3 for step in of_one} in ({0}, {1}, {2}) for of_one in steps.values())
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("rule", ["flat", "each layer", "micro-batches"])
 @pytest.mark.parametrize("stop", [1, 2, 7])
 def test_a_resumed_run_has_the_same_bits(rule, stop):

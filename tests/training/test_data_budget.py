@@ -177,6 +177,7 @@ def test_data_that_cannot_be_bound_are_refused(budget):
     assert not budget.state.data
 
 
+@pytest.mark.thorough
 def test_components_draw_once_and_are_not_drawn_again_with_the_training(tmp_path, budget):
     rows = np.random.default_rng(0).normal(size=(N, 4))
 
@@ -205,6 +206,7 @@ def test_components_draw_once_and_are_not_drawn_again_with_the_training(tmp_path
     assert budget.state.runs[2].reserved == [(other.event, 1), (training.event, 4)]
 
 
+@pytest.mark.thorough
 def test_audit_draws_from_the_budget_of_the_examples_without_canaries(tmp_path, budget, data):
     tp.bind_data(budget, data)
     tp.audit(lambda dataset: run(begun(tmp_path / "run", budget, dataset)), data, tp.GradientCanaries(8))

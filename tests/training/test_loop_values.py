@@ -519,6 +519,7 @@ def test_own_rows_and_rows_outside_of_the_training_set_may_be_read():
     assert training.step_count == 3
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("loop", NAMED)
 def test_values_that_carry_data_and_change_after_the_step_are_named_once(loop):
     training = training_of(network(), num_steps=9)
@@ -763,6 +764,7 @@ HONEST = [
 ]
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("loop", HONEST)
 def test_loops_that_keep_logs_clocks_and_teachers_train_without_a_warning(loop):
     model = network()

@@ -164,6 +164,7 @@ BRANCHES = {  # name -> (forward of the first batches, forward of later ones)
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_new_path_is_measured_anew(branch):
     """Layouts learned from two batches belong to their path; on another path the rows are exact, too."""

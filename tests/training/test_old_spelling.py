@@ -81,6 +81,7 @@ def test_projections_without_a_clip_norm_are_refused_with_the_new_spelling():
         tp.Sketched(8, clip_norm=0)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("clipping", [tp.Flat(0.5), tp.PerLayer(0.5)], ids=["flat", "per layer"])
 def test_performance_changes_no_release_but_by_rounding(clipping):
     usual = training_of(clipping=clipping)

@@ -288,7 +288,7 @@ def on_rank(rank: int | None, how: str | None, settings: dict[str, Any]) -> tupl
     return whole_weights(training.model), seen
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @VIEWS
 @pytest.mark.parametrize(("how", "settings"), RANKED, ids=["whole", "parts", "few"])
 def test_two_ranks_train_as_one_process_and_divide_no_owner(ranks2, how, settings):

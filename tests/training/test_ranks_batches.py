@@ -138,6 +138,7 @@ def inclusions(rank: int, steps: int, seed: int) -> np.ndarray:
     return found
 
 
+@pytest.mark.thorough
 def test_no_two_ranks_get_the_same_mask_and_pairs_of_examples_are_independent(ranks2):
     steps = 80
     first, second = ranks2.run(inclusions, steps, 0)
@@ -245,7 +246,7 @@ def sharded_experts(rank: int | None, how: str | None) -> Any:
     return whole_weights(training.model)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_an_expert_that_only_one_rank_calls_is_trained_as_in_one_process(ranks2, how):
     expected = sharded_experts(None, None)

@@ -137,7 +137,7 @@ def uninterrupted(rank: int | None, how: str | None, rule: str) -> Found:
     return whole_weights(training.model), (repr(training.clipping), 0, training.ledger.state_dict())
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @HOWS
 @pytest.mark.parametrize("rule", ["flat", "adaptive", "micro-batches"])
 def test_ranks_resume_a_run_of_any_rule_bit_for_bit(ranks2, how, rule):

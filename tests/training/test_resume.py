@@ -31,6 +31,7 @@ from trainings import (
 import torch_privacy as tp
 
 
+@pytest.mark.thorough(but=2)
 @by_each_rule
 @pytest.mark.parametrize("stop", [1, 4])
 def test_resumed_run_of_any_rule_is_the_uninterrupted_one_bit_for_bit(rule, stop):
@@ -46,6 +47,7 @@ def test_resumed_run_of_any_rule_is_the_uninterrupted_one_bit_for_bit(rule, stop
     assert second.ledger.state_dict() == whole.ledger.state_dict()
 
 
+@pytest.mark.thorough(but=2)
 @by_each_rule
 def test_steps_beyond_the_saved_state_are_released_again_under_any_rule(rule):
     training = training_of(clipping=RULES[rule][0])
@@ -141,6 +143,7 @@ def with_dropout():
     return training_of(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.4), nn.Linear(8, 2)))
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("stop", [1, 3, 5])
 def test_resumed_run_with_dropout_is_the_uninterrupted_one_bit_for_bit(stop):
     """Dropout masks are a function of the secret key and the step, not of the user's random state."""

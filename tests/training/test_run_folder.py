@@ -568,6 +568,7 @@ def test_a_callback_that_fails_at_the_end_does_not_cost_the_run(tmp_path):
     assert (tmp_path / "report.html").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "no such backend"])
 def test_a_backend_that_is_not_installed_does_not_keep_matplotlib_out(backend):
     code = (

@@ -69,7 +69,7 @@ def test_a_step_is_that_of_poisson_sampling_on_the_same_batch():
     torch.testing.assert_close(8 * moved, len(chosen) * expected)
 
 
-@pytest.mark.thorough(but=3)
+@pytest.mark.thorough
 @by_each_rule
 def test_microbatches_and_rules_and_a_stop_leave_bits_as_they_are(rule):
     small = {} if rule == "micro-batches" else {"performance": tp.Performance(microbatch_size=3)}
@@ -83,7 +83,7 @@ def test_microbatches_and_rules_and_a_stop_leave_bits_as_they_are(rule):
     assert second.ledger.state_dict() == whole.ledger.state_dict()
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("stop", [6, 10])
 def test_under_new_keys_the_epoch_is_paid_again(monkeypatch, stop):
     def made(**settings):
@@ -135,6 +135,7 @@ def on_rank(rank: int | None, how: str | None) -> tuple[dict[str, torch.Tensor],
     return whole_weights(training.model), seen, training.ledger.state_dict()["events"]
 
 
+@pytest.mark.thorough
 @VIEWS
 def test_two_ranks_divide_the_batches_of_one_process(ranks2):
     weights, seen, events = on_rank(None, None)

@@ -41,6 +41,7 @@ def train(training, steps=None):
     return training
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     "schedule",
     [NOISE, tuple(NOISE), torch.tensor(NOISE), lambda t: NOISE[t]],
@@ -103,6 +104,7 @@ def test_clip_schedule_clips_every_step_at_its_own_norm():
         assert torch.allclose(gradient, (factors[:, None] * rows).sum(0) / N, atol=1e-6 * clip)
 
 
+@pytest.mark.thorough
 def test_clip_schedule_changes_no_epsilon():
     plain, scheduled = train(training_of()), train(training_of(clipping=tp.Flat(0.5).scheduled(lambda t: 0.5**t)))
     assert scheduled.spent().epsilon == plain.spent().epsilon
@@ -110,6 +112,7 @@ def test_clip_schedule_changes_no_epsilon():
     assert scheduled.statement()["sensitivity"] == 0.5
 
 
+@pytest.mark.thorough
 def test_a_target_scales_the_whole_schedule():
     training = training_of(noise_multiplier=None, target_epsilon=2.0, noise_schedule=NOISE)
     events = [event for event, _ in training._setup.plan.releases]

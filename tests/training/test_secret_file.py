@@ -43,6 +43,7 @@ def states(parts):
     return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     ("optimizer", "scheduler"),
     [*((name, "cosine") for name in OPTIMIZERS), ("Adagrad", "lambda"), ("Adagrad", "milestones")],

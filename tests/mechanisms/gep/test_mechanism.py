@@ -200,6 +200,7 @@ def test_one_example_moves_the_release_by_at_most_root_two_bounds(left_out):
     assert 1 < (sums[0] - sums[1]).norm() <= math.sqrt(2) * (1 + 1e-5)
 
 
+@pytest.mark.thorough
 def test_empty_batches_release_noise_alone_with_its_two_deviations():
     """The residual's noise inside the subspace is removed."""
     training = gep_training(expected_batch_size=8, num_steps=300, noise_multiplier=2.0)
@@ -455,6 +456,7 @@ def test_perturbation_cannot_be_changed_during_training():
         training.settings.clipping = gep(share=0.3)
 
 
+@pytest.mark.thorough
 def test_basis_may_be_computed_between_a_batch_and_its_step():
     expected, training = gep_training(), gep_training()
     train(expected)

@@ -301,6 +301,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.thorough(but=4)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("change", OTHERS)
 def test_lists_of_examples_that_read_each_other_are_refused(change, lengths):

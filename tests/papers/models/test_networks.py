@@ -74,6 +74,7 @@ def test_network_has_the_parameters_of_its_paper(name):
     assert f"{trained:,}" in getattr(networks, name).__doc__
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize("name", INPUTS)
 def test_network_passes_every_check(name):
     checkup = tp.check(made(name), losses, (INPUTS[name](3), torch.tensor([0, 1, 0])))

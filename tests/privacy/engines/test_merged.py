@@ -39,7 +39,7 @@ SMOOTH = {
 }
 
 
-@pytest.mark.every_case
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("swapped", [False, True], ids=["remove", "add"])
 @pytest.mark.parametrize("case", SMOOTH)
 def test_merged_outcomes_enclose_what_the_contour_finds(case, swapped):
@@ -97,7 +97,7 @@ NARROWED = [
 ]
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("releases", "delta"), NARROWED, ids=["rare", "two heavy"])
 def test_rare_and_heavy_losses_are_bracketed_to_a_thousandth(releases, delta):
     low, high = privacy.compose(releases).epsilon(delta)

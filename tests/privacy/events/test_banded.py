@@ -14,6 +14,7 @@ def epsilon(*releases, delta=1e-5):
     return privacy.compose([*releases]).epsilon(delta)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("bands", "expected"), [(1, 1.828237), (4, 4.185152), (8, 6.228375), (16, 9.083009)])
 def test_a_thousand_steps_have_the_reference_values(bands, expected):
     low, high = epsilon((BandedGaussian(1.0, 0.01, bands), 1000))

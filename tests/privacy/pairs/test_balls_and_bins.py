@@ -60,7 +60,7 @@ def test_ten_epochs_lie_within_the_reference_brackets(noise, num_bins, low, high
     assert bracket.high - bracket.low < 3e-4
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("noise", [0.5, 1.0, 3.0])
 def test_two_bins_enclose_the_quadrature_of_the_mixture(noise):
     """E (X1 + X2 - 2 e^ε)+, with the expectation over X2 in closed form, by the formula for options."""

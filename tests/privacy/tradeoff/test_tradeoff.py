@@ -77,7 +77,7 @@ def test_duality_comes_back_to_where_it_began(f):
     assert (back(ALPHA) <= f(ALPHA) + 1e-13).all()
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @given(ANY)
 def test_inverse_swaps_the_errors_and_comes_back(f):
     g = f.inverse()
@@ -252,6 +252,7 @@ def test_posterior_odds_of_pure_epsilon_rise_by_its_exponential_at_most(epsilon,
     assert belief <= prior * np.exp(epsilon) / (prior * np.exp(epsilon) + 1 - prior) + 1e-12
 
 
+@pytest.mark.thorough
 @given(st.one_of(SIMPLE, SAMPLED))
 def test_mu_is_the_smallest_gaussian_below(f):
     floor = 1e-4
