@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable
 
 import pytest
 
-MOST = 8
+MOST = 6
 GOLDEN = 0.6180339887  # multiples of it, modulo 1, are spread evenly
 
 Values = set[tuple[str, Hashable]]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs every test in float64, with fixed seeds and one thread (the models are tiny); some on a GPU, if asked to."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[OF_MAKE_TEST] = len(few)
     if config.getoption("--device") != "cpu":
         _leave_out(config, items, [item for item in items if not runs_on_device(item)])
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what is there by now out of garbage collections, which would look at millions of objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:

@@ -178,6 +178,7 @@ def test_schedules_of_epochs_and_total_steps():
     assert trainer.global_step == 10
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize(
     ("settings", "num_steps"),
     [

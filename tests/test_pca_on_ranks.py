@@ -88,6 +88,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("case", SETTINGS)
 def test_release_equals_that_of_one_process_with(case, ranks2: Pool):
     rows, settings = random_rows(5000), {"test_seed": 1, **SETTINGS[case]}

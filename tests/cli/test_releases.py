@@ -41,6 +41,7 @@ def answer(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_delta_is_that_of_the_releases_that_options_describe(name, capsys):
     options, releases = DESCRIBED[name]

@@ -52,6 +52,7 @@ def test_load_adult_splits_at_random_as_the_papers_do():
     assert list(one.files) == ["a9a.xz"]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("subfolder", ["adult", "."])
 def test_load_adult_reads_another_folder(tmp_path, subfolder, monkeypatch):
     (tmp_path / subfolder).mkdir(exist_ok=True)

@@ -147,6 +147,7 @@ def test_an_interrupted_fit_counts_the_steps_that_it_made(monkeypatch):
 
 
 class TestCount:
+    @pytest.mark.thorough
     def test_the_last_statement_covers_all_fits(self):
         x, y = data()
         one = classifier(refits="count").fit(x, y)
@@ -159,6 +160,7 @@ class TestCount:
         assert one.spent_.epsilon.high < expected.high
         assert "for 2 fits" in str(two.spent_)
 
+    @pytest.mark.thorough
     def test_a_grid_ends_with_the_price_of_all_its_fits(self):
         x, y = data()
         grid = GridSearchCV(classifier(refits="count"), {"learning_rate": [0.1, 0.2]}, cv=2, error_score="raise")

@@ -144,6 +144,7 @@ def unwritable(rank: int, path: Any) -> None:
     steps_of(run)
 
 
+@pytest.mark.thorough
 def test_file_that_rank_0_cannot_write_is_an_error_on_all_ranks(ranks2, tmp_path):
     first, second = ranks2.outcomes(unwritable, tmp_path / "run")
     assert first.kind == "IsADirectoryError"

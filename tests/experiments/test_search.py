@@ -37,7 +37,7 @@ def test_a_grid_has_every_combination_or_some_at_random():
         grid(tried, 0, 0)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("projections", [0, 3])
 def test_stand_in_data_tell_good_settings_from_useless_ones(projections):
     candidates = [{"learning_rate": 1e-6}, {"learning_rate": 0.5}]

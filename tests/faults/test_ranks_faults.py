@@ -216,7 +216,7 @@ def out_of_memory(rank: int, how: str) -> int:
     return training.step_count
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @HOWS
 def test_a_rank_that_fails_where_others_wait_for_its_sums_does_not_wait_for_them(launcher, how):
     with launcher.pool(2) as pool:

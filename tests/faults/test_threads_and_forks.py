@@ -108,6 +108,7 @@ def test_a_thread_that_ended_with_a_batch_stops_nobody():
     assert other.step_count == 6
 
 
+@pytest.mark.thorough
 def test_one_training_stepped_from_two_threads_adds_no_batch_twice(tally):
     expected, trials, right = training_of(num_steps=6), 30 if ALL else 5, 0
     train(expected)
@@ -209,6 +210,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.thorough
 def test_the_locks_end_with_the_process_that_made_them(tmp_path):
     """A worker of a process that was killed may live on for seconds."""
     child = subprocess.Popen([sys.executable, "-c", LOCKS, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT)

@@ -205,6 +205,7 @@ HONEST = {
 }
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("name", HONEST)
 def test_counters_caches_and_settings_train(name):
     assert train(HONEST[name]).step_count == 4

@@ -17,6 +17,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 IRREGULAR = [case for case in CASES if case.startswith("irregular: ")]
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", IRREGULAR)
 def test_irregular_order_is_found_in_any_type(case, dtype):

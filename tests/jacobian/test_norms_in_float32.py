@@ -112,6 +112,7 @@ def hard_to_add(kind: str, k: int) -> Tensor:
     return numbers
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("k", LONG)
 @pytest.mark.parametrize("kind", ["all the same", "rounded down"])
 def test_products_have_no_long_sums(k, kind):

@@ -39,6 +39,7 @@ def test_jacobian_of_real_model_matches_one_backward_per_example(name):
     assert_jacobian_equals_rows(recorded(real), rows_of(real))
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("name", MODELS)
 def test_jacobian_of_real_model_matches_in_float32(name):
     real = made(name, torch.float32)

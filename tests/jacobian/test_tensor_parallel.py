@@ -99,7 +99,7 @@ def check_case(rank, case, dtype):
     return found
 
 
-@pytest.mark.thorough(but=4)
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -195,7 +195,7 @@ def against(conclude):
     return concluded
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["forgets", "spot checks", "unsure", "against", "budgets", "dead units"])
 def test_ranks_that_find_different_things_make_the_same_backwards(ranks2, how):
     first, second = ranks2.run(differ, how)
@@ -286,6 +286,7 @@ def part_of(p, whole):
     return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local()
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("case", ["perceptron", "tied", "replicated norm"])
 def test_each_question_takes_one_all_reduce(ranks2, case):
     for of_norms, of_projections, all_sizes in ranks2.run(without_spot_checks, ask, case):

@@ -175,7 +175,7 @@ def with_ours(program: str) -> str:
     return changed
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("program", "names"), [(MNIST, {}), (TEXT, {"LONGEST": 6}), (CHARACTERS, {})])
 def test_a_program_runs_when_only_its_imports_change(program: str, names: dict, tmp_path) -> None:
     names = names | {"PATH": tmp_path / "checkpoint.pt"}

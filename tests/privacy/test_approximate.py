@@ -235,6 +235,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("event", OTHERS.values(), ids=OTHERS)
 def test_moments_and_rdp_of_other_events_lie_above_the_truth(event):
     truth = privacy.compose([(event, 30)]).epsilon(1e-5).low

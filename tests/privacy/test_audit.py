@@ -179,6 +179,7 @@ def test_sums_of_rarely_sampled_canaries_reject_no_more_often_than_stated(noise,
     assert rejected <= binom.ppf(1 - 1e-7, runs, 0.05)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("mu", [0.8, 0.95, 1.3])
 def test_the_bound_by_sums_exceeds_the_claim_if_and_only_if_sums_reject_it(mu):
     rng = np.random.default_rng(round(10 * mu))

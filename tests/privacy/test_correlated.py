@@ -60,6 +60,7 @@ def of_matrices(c, workload):
     return np.linalg.norm(c) * math.sqrt((a @ np.linalg.inv(dense)).__pow__(2).sum() / n)
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_error_and_optimum_are_those_of_dense_matrices(name):
     workload = WORKLOADS[name]

@@ -32,7 +32,7 @@ EXPORTED = {
 }
 
 
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", EXPORTED)
 def test_exported_releases_cost_the_same_there(name):
     event = interop.to_dp_event(EXPORTED[name])
@@ -165,6 +165,7 @@ FREE = [
 ]
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("name", IMPORTED)
 def test_import_translates_and_agrees_with_the_bound_there(name):
     theirs, ours = IMPORTED[name]
@@ -238,6 +239,7 @@ def statement(clipping=RULES[0], **options):
     return json.loads(json.dumps(training.statement(), allow_nan=False))
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("clipping", RULES, ids=lambda rule: type(rule).__name__)
 def test_statement_keeps_to_the_schema_and_names_nothing_beyond_it(clipping):
     said = statement(clipping)

@@ -86,6 +86,7 @@ def test_page_of_what_is_not_private_promises_nothing(tmp_path):
     assert "Protected is" not in card
 
 
+@pytest.mark.thorough
 def test_page_without_scores_shows_the_loss_and_its_warning(tmp_path):
     page = render([write_own(tmp_path / "run")])
     assert page.count("<svg ") == 4

@@ -87,6 +87,7 @@ def bins_of(sampler, num_epochs):
     return found
 
 
+@pytest.mark.thorough
 def test_bins_are_uniform_and_independent_between_examples_and_epochs():
     n, t, epochs = 12, 5, 4000
     bins = bins_of(BinsSampler(n, t, key=KEY), epochs)
@@ -115,6 +116,7 @@ def test_more_bins_than_examples_and_one_bin():
         BinsSampler(10, 0)
 
 
+@pytest.mark.thorough
 def test_a_truncated_sample_is_a_uniform_part_of_the_poisson_sample():
     n, most, counts = 6, 2, {}
     sampler, whole = TruncatedSampler(n, 0.5, most, key=KEY), PoissonSampler(n, 0.5, key=KEY)

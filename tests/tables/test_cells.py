@@ -58,6 +58,7 @@ def test_time_of_day_is_a_fraction(text):
     assert parse_date(text) == 1.5
 
 
+@pytest.mark.thorough
 @settings(max_examples=200, deadline=None)
 @given(st.datetimes(datetime.datetime(1, 1, 1)))
 def test_iso_dates_are_those_of_python(moment):

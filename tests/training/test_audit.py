@@ -321,6 +321,7 @@ def test_ledger_and_statement_say_that_it_is_an_audit(tmp_path):
     assert "inside" not in json.dumps(statement)
 
 
+@pytest.mark.thorough
 def test_an_ordinary_training_cannot_continue_the_ledger_of_an_audit(tmp_path):
     train = Trainer(run_folder=tmp_path)
     tp.audit(train, examples(60), examples(30, seed=1))

@@ -108,6 +108,7 @@ def reduced(rank: int, name: str) -> Found:
     return Found(slices, whole, expected, places, dict(numbers_of_calls(log.collectives)))
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("name", MODELS)
 def test_slices_and_gradients_are_those_of_the_sum(ranks2, name):
     """Two numbers have one sum, in either order, so that it must be the same bit for bit."""
@@ -127,6 +128,7 @@ def test_slices_and_gradients_are_those_of_the_sum(ranks2, name):
             assert torch.equal(gradient, one.expected[key].to(gradient.dtype)), key
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_of_a_unit_are_reduced_at_once(ranks2, name):
     for one in ranks2.run(reduced, name):

@@ -161,6 +161,7 @@ class Poisoned(TensorDataset):
         return (x * math.inf if i == 7 else x), y
 
 
+@pytest.mark.thorough(but=3)
 @by_each_rule
 def test_example_that_is_not_finite_is_left_out_and_counted(rule):
     clipping, explicit, _ = RULES[rule]

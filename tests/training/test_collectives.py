@@ -37,7 +37,7 @@ def of_model(step: list[Collective]) -> list[Collective]:
 # Bytes
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "root", "ddp"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_step_sends_no_more_bytes_than_an_ordinary_one(ranks2, name, how):
@@ -125,7 +125,7 @@ def assert_equal_on_all_ranks(found: list[tuple[list[list[Collective]], list[int
     assert turns == found[1][1]
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 @pytest.mark.parametrize("name", DATA)
 def test_ranks_make_the_same_collectives_whatever_their_data(ranks2, name, how):

@@ -90,6 +90,7 @@ def test_training_reserves_all_steps_and_settles_at_its_end(tmp_path, budget, da
     assert str(tmp_path) not in page
 
 
+@pytest.mark.thorough
 def test_resumed_training_does_not_reserve_again(tmp_path, budget, data):
     training = run(begun(tmp_path / "run", budget, data), steps=2)
     state, model, optimizer = (

@@ -35,7 +35,7 @@ def frozen_later(rank: int | None, how: str | None, when: str, alone: bool = Fal
     return whole_weights(training.model)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", WHEN[:-1])
 @pytest.mark.parametrize("how", ["layers", "root", "ddp"])
 def test_a_layer_is_frozen_for_some_steps_as_in_one_process(ranks2, how, when):

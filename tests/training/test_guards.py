@@ -69,6 +69,7 @@ def refused(message: str):
 # Settings
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -181,6 +182,7 @@ def replace_by_shrunk(model):
         p.data = p.sign() * (p.abs() - 0.01).clamp(min=0)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("change", [clamp, replace_by_shrunk])
 def test_weights_may_be_changed_after_every_update(change):
     start, same = network(), data()
@@ -745,6 +747,7 @@ def compiled_loss(model):
     return model, lambda model, x, y: loss(model(x), y)
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize(
     "compiled", [compiled_model, compiled_module, compiled_in_place, compiled_forward, compiled_loss]
 )

@@ -78,6 +78,7 @@ def switch_buffers(training):
         training.model.plain = torch.tensor(0.5)
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("name", FACTORS)
 def test_a_factor_that_was_zero_until_now_is_rehearsed_at_once(name):
     training, run = training_of(FACTORS[name], switch_buffers)
@@ -93,6 +94,7 @@ HONEST = {
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_factors_are_rarely_rehearsed(name):
     turns = []
@@ -169,7 +171,7 @@ def test_releases_since_the_last_rehearsal_that_passed_are_not_private(tmp_path)
     assert named in (tmp_path / "run" / "report.html").read_text()
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("later", "private"), [(0, True), (1, False)])
 def test_a_state_from_before_repeats_the_releases_that_may_leak(tmp_path, later, private):
     training, states = found_late(tmp_path)

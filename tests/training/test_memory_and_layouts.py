@@ -70,7 +70,7 @@ def trained_under(memory_budget, model, x):
     return parameters_of(training)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["convolutional network", "tied language model", "long short-term memory"])
 def test_any_memory_budget_gives_the_same_training(case):
     results = []

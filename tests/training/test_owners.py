@@ -575,6 +575,7 @@ def test_a_gradient_that_depends_on_other_owners_is_refused():
 # Audits: U9 --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("canaries", ["records", "gradients"])
 def test_canaries_are_owners(canaries):
     """Without noise to speak of, the attack recognizes owners, so that a training with owners can be audited."""

@@ -154,6 +154,7 @@ def test_a_rank_of_ddp_without_a_slice_goes_on():
         assert training.step_count == 2
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])
 def test_the_places_of_all_ranks_are_those_of_all_numbers(how):
     """Eight ranks, one after the other: each place has noise once, and the slices follow each other."""

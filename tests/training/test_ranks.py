@@ -42,7 +42,7 @@ def assert_as_in_one_process(
     return expected, found
 
 
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", SMALL)
 def test_sharded_sums_are_those_of_one_process(ranks2, name):
     assert_as_in_one_process(ranks2, name, "layers", noise_multiplier=HARDLY_ANY_NOISE)
@@ -98,7 +98,7 @@ def own(rule: str) -> Any:
     return groups if rule == "groups" else RULES[rule][0]
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_each_clipping_rule_clips_as_in_one_process(ranks2, rule, how):
@@ -121,13 +121,13 @@ def test_clipping_rules_take_microbatches(ranks2, rule):
     )
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["ddp", "layers"])
 def test_estimated_norms_are_those_of_one_process(ranks2, how):
     assert_as_in_one_process(ranks2, "uneven", how, clipping=tp.Sketched(16, clip_norm=0.5), noise_multiplier=0.05)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SUBSPACES)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_perturbed_embeddings_are_those_of_one_process(ranks2, name, how):
@@ -148,6 +148,7 @@ def test_weights_in_bfloat16_are_those_of_one_rank(ranks2, launcher):
     assert 1e-5 < in_float32 < 1e-2
 
 
+@pytest.mark.thorough
 def test_an_example_with_a_gradient_that_is_not_finite_is_left_out_on_its_own_rank(ranks2):
     expected, found = assert_as_in_one_process(ranks2, "non-finite examples", "layers")
     counts = [result.non_finite for result in found]

@@ -231,7 +231,7 @@ def on_other_paths(rank: int | None, how: str, assumed: str | None) -> dict[str,
     return whole_weights(training.model)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_ranks_on_different_paths_through_the_model_refuse_or_finish(ranks2, how):
     """An example's loss depends on the others of its part here, which a rehearsal finds; the ranks never wait."""

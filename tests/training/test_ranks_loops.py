@@ -51,7 +51,7 @@ def evaluating(rank: int | None, how: str | None) -> Found:
     return whole_weights(training.model), torch.stack(outputs)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @HOWS
 def test_a_model_is_evaluated_between_steps_and_between_loops(ranks2, how):
     expected, found = assert_as_in_one_process(ranks2, evaluating, how)
@@ -91,7 +91,7 @@ def own_scheduler(rank: int | None, how: str | None) -> Found:
     return whole_weights(training.model), None
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @HOWS
 @pytest.mark.parametrize("loop", [with_targets, weights_outside, own_scheduler])
 def test_loops_do_on_ranks_what_they_do_in_one_process(ranks2, how, loop):

@@ -250,6 +250,7 @@ def test_examples_that_depend_on_each_other_on_one_rank_are_refused_on_all(ranks
     assert "examples of a batch depend on each other" in ranks2.refusal(only_on_rank, how, "mean_input", chosen, 0)
 
 
+@pytest.mark.thorough(but=1)
 @SHARDED_OR_NOT
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_an_error_in_the_loop_of_one_rank_ends_the_others(ranks2, how, chosen):
@@ -372,7 +373,7 @@ def not_finite(rank: int | None, how: str | None) -> Any:
     return whole_weights(training.model), training.num_non_finite
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:PrivateTraining. half of the examples")  # as every second has no gradient
 @SHARDED_OR_NOT
 def test_a_stand_in_without_a_gradient_counts_nowhere(ranks2, how):

@@ -231,6 +231,7 @@ def rounding_otherwise(rank: int) -> tuple[dict[str, torch.Tensor], str]:
     return whole, repr(training.clipping)
 
 
+@pytest.mark.thorough
 def test_weights_that_all_ranks_have_get_one_release(ranks2):
     (first, rule), (second, other_rule) = ranks2.run(rounding_otherwise)
     assert first.keys() == {"4.weight", "4.bias"}
@@ -476,6 +477,7 @@ def failing_before_the_model(rank: int) -> None:
         os._exit(7)
 
 
+@pytest.mark.thorough
 def test_an_error_before_the_model_of_one_rank_does_not_keep_the_others_waiting(ranks2):
     waiting, ended = ranks2.outcomes(failing_before_the_model)
     assert ended.exit_code == 7

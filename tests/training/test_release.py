@@ -101,6 +101,7 @@ def test_microbatches_give_the_same_noise_and_the_same_sum():
     assert all(torch.equal(noise_of(whole, step), noise_of(split, step)) for step in range(6))
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("microbatch_size", [None, 3, 1])
 def test_released_noise_is_normal_for_any_dtype_and_split(dtype, microbatch_size):

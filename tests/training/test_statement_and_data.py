@@ -114,6 +114,7 @@ class Dictionaries(torch.utils.data.Dataset):
         return {"x": x, "target": (y, i)}
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2)])
 def test_any_collatable_structure_and_workers(num_workers):
     training = training_of(

@@ -24,6 +24,7 @@ def small():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.0), nn.Linear(4, 2))
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("method", [None, *METHODS])
 def test_squared_estimates_are_unbiased(method):
     torch.manual_seed(0)
@@ -75,6 +76,7 @@ def test_directions_are_fresh_and_nothing_is_left_behind():
     assert not found[0].requires_grad
 
 
+@pytest.mark.thorough
 def test_dropout_of_the_forward_is_that_of_the_estimate():
     torch.manual_seed(2)
     model, x = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)), torch.randn(4, 3)

@@ -351,7 +351,7 @@ def test_groups_are_even_and_a_single_direction_is_not_batched():
     assert "directions together" in explanations[1]
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("microbatch_size", [None, 3])
 @pytest.mark.parametrize("box", ["lstm", "custom function without"])
 def test_a_resumed_run_repeats_bit_for_bit(box, microbatch_size):

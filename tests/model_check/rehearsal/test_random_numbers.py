@@ -238,7 +238,7 @@ COUPLED = {
 }
 
 
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("name", HONEST)
 def test_independent_examples_with_random_numbers_train(name):
     training = trained(*HONEST[name]())

@@ -809,6 +809,7 @@ WRAPPED = {  # how collate_fn wraps a tensor, and how the forward unwraps it
 }
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_batches_are_rehearsed_however_they_are_wrapped(kind, centered):
@@ -856,6 +857,7 @@ WITHIN = {  # name -> function of the tokens (n, 5) within each example
 }
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("name", WITHIN)
 def test_tokens_moved_within_an_example_train(name):
     program = Program(looked_up(WITHIN[name]), TensorDataset(tokens(N, T)))

@@ -8,6 +8,7 @@ from torch_privacy_papers.abadi2016 import sweep
 from torch_privacy_papers.abadi2016.sweep import DEFAULTS, EPSILON, FACTORS, epochs_within_budget
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("factor", FACTORS, ids=lambda factor: factor.setting)
 def test_sweep_ends_when_epsilon_is_spent_and_not_later(factor):
     for value in factor.values[:: len(factor.values) - 1]:

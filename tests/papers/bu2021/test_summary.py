@@ -12,6 +12,7 @@ RECORDED = {"dense", "convolutions", "LSTM"}
 EVERY = {*summary.NETWORKS_TRIED}
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize(
     ("method", "expected"),
     [

@@ -67,6 +67,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("pair", PAIRS)
 @draws(8)
 @given(
@@ -218,6 +219,7 @@ def test_upper_bound_on_delta_is_above_thirty_digits(noise, q, steps, epsilon, s
     assert_delta_is_never_missed(noise, q, steps, epsilon, swapped)
 
 
+@pytest.mark.thorough
 @draws(12)
 @given(st.floats(0.5, 10), st.floats(-3, 0), st.floats(1.5, 6), st.floats(-12, -1), st.booleans())
 def test_bracket_of_delta_contains_thirty_digits(noise, log_q, log_steps, log_delta, swapped):

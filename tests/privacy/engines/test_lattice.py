@@ -27,6 +27,7 @@ def pair_and_spacing(request):
     return pair, ratio * pair.second_moment() ** 0.5
 
 
+@pytest.mark.thorough(but=3)
 def test_one_step_lies_between_its_bounds_in_both_directions(pair_and_spacing):
     pair, spacing = pair_and_spacing
     lower, upper = optimistic(pair, spacing), pessimistic(pair, spacing)

@@ -45,6 +45,7 @@ def test_price_is_that_of_opendp(scale):
         assert epsilon(event, delta=delta).high >= curve.epsilon(delta) * (1 - 1e-9)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("rho", [1e-3, 0.02, 0.5])
 @pytest.mark.parametrize("count", [1, 5])
 def test_price_is_never_below_that_of_gaussian_noise(rho, count):

@@ -84,6 +84,7 @@ def test_few_projections_match_the_bounds_of_the_notes(projections):
         assert high <= low * 1.03
 
 
+@pytest.mark.thorough
 def test_eight_projections_match_the_lattice_of_the_notes():
     low, high = epsilon(SubsampledJL(1.0, 8, 0.01), 2000)
     assert 32.2954 <= low <= high <= 32.3005
@@ -152,7 +153,7 @@ def test_blocks_of_unequal_noise_are_one_gaussian_as_in_the_notes(embedding, res
 INFLATION = [(8, 2.602), (16, 1.339), (32, 1.089), (64, 1.035), (128, 1.016), (256, 1.008)]
 
 
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("projections", "noise"), INFLATION)
 def test_estimated_norms_need_the_noise_of_the_notes(projections, noise):
     exact = epsilon(SubsampledGaussian(1.0, 0.01), 2000).high
@@ -223,6 +224,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("case", COUNTS)
 @pytest.mark.parametrize("count", [1, 30])
 def test_counts_agree_with_another_accountant(case, count):

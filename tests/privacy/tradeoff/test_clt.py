@@ -51,6 +51,7 @@ def test_limit_of_gaussians_is_exact_and_has_the_published_error():
     assert privacy.tradeoff_clt([Gaussian(3.0), Gaussian(4.0)]).mu == pytest.approx(5.0, rel=1e-9)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("mu", [0.5, 1.0])
 def test_limit_of_sampled_gaussians_is_the_published_one(mu):
     """Dong, Roth & Su (2022), Theorem 11: q sqrt(n) = 1 gives sqrt(2 (e^μ² Φ(3μ/2) + 3 Φ(-μ/2) - 2)) for n → ∞."""
@@ -70,6 +71,7 @@ def test_functionals_of_pure_privacy_are_sums_of_two_losses():
     assert found.kappa3bar == pytest.approx(high * (epsilon - kl) ** 3 + low * (epsilon + kl) ** 3)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("f", [Laplace(0.3), EpsilonDelta(0.2)], ids=["Laplace", "pure"])
 def test_bounds_of_berry_and_esseen_enclose_the_product(f):
     product = tradeoff.tensor(f, f)
@@ -116,6 +118,7 @@ def test_factors_without_a_limit_are_refused(name):
         privacy.tradeoff_clt(factors())
 
 
+@pytest.mark.thorough
 def test_limit_of_rare_samples_is_found_at_every_scale():
     """The losses of a step are as small as q."""
     ratios = [

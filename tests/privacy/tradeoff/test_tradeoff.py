@@ -40,6 +40,7 @@ def assert_same(f, g, tolerance=1e-11):
     np.testing.assert_allclose(f.delta(EPSILON), g.delta(EPSILON), rtol=0, atol=tolerance)
 
 
+@pytest.mark.thorough
 @given(ANY)
 def test_tradeoff_function_is_convex_nonincreasing_and_below_guessing(f):
     grid = np.linspace(0, 1, 201)
@@ -70,6 +71,7 @@ def test_profile_is_the_conjugate_of_the_tradeoff_function(f):
         assert by_hand == pytest.approx(f.delta(epsilon), abs=2e-3)  # the grid misses the best test
 
 
+@pytest.mark.thorough
 @given(ANY)
 def test_duality_comes_back_to_where_it_began(f):
     back = FromProfile(f.delta, f.inverse().delta)
