@@ -104,12 +104,13 @@ class CallLog:
         """Adds a call of an op with output y."""
         if saves_elsewhere() is not None:
             self.saved_elsewhere = True
-        output, versions, size = output_of(y), [], y.nbytes
+        output, versions = output_of(y), []
+        size = output.size
         for use in uses:
             versions.append((use.weight, use.weight._version))
             for t in use.saved():
                 versions.append((t, t._version))
-                size += t.nbytes
+                size += t.numel() * t.itemsize  # nbytes is refused for sparse ones
         call = Call(op, output, inputs, uses, versions, place, size)
         self.calls.append(call)
         if y._base is not None and output.part is None and output.placed is None and output.edge == edge_of(y):

@@ -82,7 +82,7 @@ def held_bytes(op: Op) -> int:
     while values:
         value = values.pop()
         if isinstance(value, Tensor):
-            size += value.nbytes
+            size += value.numel() * value.itemsize  # nbytes is refused for sparse ones
         elif isinstance(value, Op):
             size += held_bytes(value)
         elif isinstance(value, (tuple, list)):
