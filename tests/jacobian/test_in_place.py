@@ -280,3 +280,20 @@ def test_parameters_written_into_a_buffer_are_recorded():
         return F.linear(x, w)
 
     assert_exact(Calls(forward, a=torch.randn(2, 4), b=torch.randn(4)), torch.randn(5, 6, 4))
+
+
+def test_a_weight_that_gets_a_further_parameter_in_place_keeps_both():
+    model = nn.Module()
+    model.a, model.b = (nn.Parameter(torch.randn(3, 2)) for _ in range(2))
+    x = torch.randn(4, 3)
+
+    def losses() -> torch.Tensor:
+        weight = model.a * 2
+        first = weight * 1  # asks for the parameters behind the weight, before there are two
+        weight.add_(model.b)
+        return (x @ (weight * 3) + x @ first).square().sum(1)
+
+    with tp.record(model) as tape:
+        found = tape.jacobian(losses()).squared_norms()
+    rows = [torch.autograd.grad(loss, [model.a, model.b], retain_graph=True) for loss in losses()]
+    torch.testing.assert_close(found, torch.stack([sum(part.square().sum() for part in row) for row in rows]))
