@@ -16,6 +16,8 @@ from trainings import cross_entropy, parameters_of, train, training_of
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.runs.folder import RunFolder
+from torch_privacy.sklearn import PrivateClassifier
+from torch_privacy.sklearn.fitting import new_network
 from torch_privacy.support import random_state as replay
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +93,25 @@ def test_a_batch_that_another_thread_keeps_is_named(monkeypatch):
     loop.close()
     assert not in_threads(lambda: train(other))
     assert other.step_count == 6
+
+
+def check(training):
+    tp.check(training.model, lambda model, x: model(x).square().sum(1), torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("act", [check, lambda _: new_network(PrivateClassifier(), 3, 2)])
+def test_what_replaces_the_random_state_waits_for_a_batch(act, monkeypatch):
+    monkeypatch.setattr(replay, "LONGEST_WAIT", 0.0)
+    kept, other = training_of(), training_of()
+    loop = iter(kept)
+    x, y = next(loop)
+    before = torch.get_rng_state()
+    (error,) = in_threads(lambda: act(other))
+    assert "a batch of another training has waited for its step" in str(error)
+    assert torch.equal(torch.get_rng_state(), before)
+    kept.step(cross_entropy(kept.model, x, y))
+    loop.close()
+    assert not in_threads(lambda: act(other))
 
 
 def test_a_thread_that_ended_with_a_batch_stops_nobody():

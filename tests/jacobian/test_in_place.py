@@ -297,3 +297,17 @@ def test_a_weight_that_gets_a_further_parameter_in_place_keeps_both():
         found = tape.jacobian(losses()).squared_norms()
     rows = [torch.autograd.grad(loss, [model.a, model.b], retain_graph=True) for loss in losses()]
     torch.testing.assert_close(found, torch.stack([sum(part.square().sum() for part in row) for row in rows]))
+
+
+KEYWORDS = {
+    "a look-up": lambda h, w: F.embedding(input=torch.arange(2).expand(len(h), 2), weight=w).sum(1) * h,
+    "initial values": lambda h, w: (nn.Linear(2, 2), h * w[0])[1],
+    "where": lambda h, w: torch.where(condition=h > 0, input=h, other=w[0]),
+}
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_calls_by_keywords_alone_match_one_backward_per_example(name):
+    torch.manual_seed(0)
+    model = Calls(lambda m, x: KEYWORDS[name](m.first(x), m.w), first=nn.Linear(3, 3), w=torch.randn(5, 3)).double()
+    assert_exact(model, torch.randn(4, 3).double())

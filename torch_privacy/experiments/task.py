@@ -149,11 +149,10 @@ class Task:
 
 
 def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Returns a network with initial weights that depend on the seed alone; leaves torch's random state unchanged."""
-    import torch
+    """Returns a network with initial weights that depend on the seed alone; leaves the random state unchanged."""
+    from ..support import random_state  # imports torch
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with random_state.seeded(seed):
         return make().float()  # also where torch's default dtype is another one
 
 

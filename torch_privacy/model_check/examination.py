@@ -22,7 +22,7 @@ from ..sampling.variants import CollatedExamples
 from ..support.fixed_draws import drawing_in
 from ..support.model_state import ModelTensors, Snapshot, attribute_tensors
 from ..support.normalization import SmallGroups
-from ..support.random_state import RandomState, SeededRandomNumbers, frozen, random_position
+from ..support.random_state import RandomState, SeededRandomNumbers, frozen, random_position, seeded
 from ..support.torch_modes import tensors_in, uncompiled
 from ..support.validate import Refused, quoted
 from .checkup import EXACT, NOT_CHECKED, REFUSED, Checkup, ParameterUse, Problem, Verdict
@@ -98,12 +98,12 @@ class _Examination:
 
     def checkup(self) -> Checkup:
         """Runs all checks, then restores the model and the random state."""
-        self._random, self._before = RandomState(), Snapshot(self._model)
-        try:
-            self._run()
-        finally:
-            self._before.restore()
-            self._random.restore()
+        with seeded(torch.initial_seed()):  # a training in another thread shares the random state
+            self._random, self._before = RandomState(), Snapshot(self._model)
+            try:
+                self._run()
+            finally:
+                self._before.restore()
         verdicts = tuple(self._verdict(name, p) for name, p in self._parameters.items())
         return Checkup(self._num_examples, verdicts, tuple(self._problems), tuple(self._notes))
 

@@ -21,6 +21,7 @@ from ..mechanisms.clipping import Flat
 from ..privacy.spent import Spent
 from ..privacy.summary import attacker_as_json
 from ..sampling.examples import Examples
+from ..support.random_state import seeded
 from ..support.validate import Refused, in_range, strictly_between, whole
 from ..training.averaging import MovingAverage
 from ..training.loop import PrivateTraining
@@ -85,8 +86,7 @@ def new_network(estimator: Any, num_inputs: int, num_outputs: int) -> nn.Module:
     """Returns the network with initial weights that depend on ``random_state`` alone."""
     where, widths = type(estimator).__name__, estimator.hidden_units
     seed = int(check_random_state(estimator.random_state).randint(np.iinfo(np.int32).max))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         if estimator.module is not None:
             network = estimator.module(num_inputs, num_outputs)
             if not isinstance(network, nn.Module):

@@ -217,6 +217,20 @@ class SeededRandomNumbers:
         _ONE_THREAD.leave(self)
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Makes random numbers a function of a public seed inside of the ``with`` block; other threads wait meanwhile.
+
+    Torch draws what it draws after ``torch.manual_seed(seed)``.
+    """
+    numbers = SeededRandomNumbers(f"public seed {seed}".encode())
+    try:
+        torch.manual_seed(seed)
+        yield
+    finally:
+        numbers.close()
+
+
 def owned_by_another(owner: object) -> bool:
     """True if another owner has made random numbers in this thread, and has not closed them."""
     for user in _ONE_THREAD.users_here():

@@ -159,6 +159,21 @@ def picks_one(func: Callable, args: tuple, source: Callable) -> bool:
     return bool(tensors) and all(_is_number(key) for key in tensors)
 
 
+def with_first_by_position(func: Callable, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Returns the arguments of a call by keywords alone, such as ``F.embedding(input=ids, weight=w)``, its first moved.
+
+    An op's first tensor has a role: it is what ``relu_`` writes into, and what ``zeros_like`` takes the shape of.
+    """
+    if func in _OTHERS_FIRST:
+        return (), kwargs
+    name = next((name for name in ("input", "tensor", "self") if name in kwargs), None)
+    rest = {key: value for key, value in kwargs.items() if key != name}
+    return (() if name is None else (kwargs[name],)), rest
+
+
+_OTHERS_FIRST = frozenset({torch.where, torch.searchsorted})  # their ``input`` or ``self`` is not the first argument
+
+
 def looks_up_examples(func: Callable, args: tuple) -> bool:
     """True if a look-up by constant indices repeats one example's for all, such as positions expanded to (n, t).
 

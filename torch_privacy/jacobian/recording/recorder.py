@@ -48,6 +48,7 @@ from .functions import (
     sorted_out,
     tensors_among,
     traits,
+    with_first_by_position,
 )
 from .sharded import ShardedTensors
 from .tensors import KnownTensors
@@ -190,6 +191,8 @@ class Recorder(OpMode):
         traits_ = traits(func)
         if traits_.metadata:
             return func(*args, **(kwargs or {}))
+        if kwargs and not args:
+            args, kwargs = with_first_by_position(func, kwargs)
         values = (*args, *kwargs.values()) if kwargs else args
         kwargs = kwargs or {}
         if self.shards is not None and self.shards.is_internal(func, values, sys._getframe(1)):
