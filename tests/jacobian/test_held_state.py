@@ -2,6 +2,8 @@
 """Tests that a forward keeps no data wherever its code can: in containers, classes, functions, closures and globals."""
 
 import functools
+import subprocess
+import sys
 from collections import deque
 from dataclasses import dataclass
 
@@ -215,3 +217,40 @@ def test_counters_of_a_class_are_those_of_the_batches_alone():
     Counted.calls = 0
     train(Counted)
     assert Counted.calls == 4
+
+
+SCRIPT = """
+import torch, torch_privacy as tp
+from torch import nn
+
+class Net(nn.Module):  # its functions name `first` and `b`, which are globals of the script, too: the loop's own
+    def __init__(self):
+        super().__init__()
+        self.b, self.first = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.first(self.b(x).tanh())
+
+model = nn.Sequential(Net(), nn.Linear(2, 2))
+data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randint(2, (40,)))
+training = tp.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), data, expected_batch_size=8,
+                              num_steps=3, clipping=tp.Flat(1.0), noise_multiplier=1.0, test_seed=1)
+for b in training:
+    first = len(b[0])
+    training.step(nn.functional.cross_entropy(model(b[0]), b[1], reduction="none"))
+    assert len(b[0]) == first
+print(len(training.ledger), flush=True)
+training = tp.PrivateTraining(model, torch.optim.SGD(model.parameters(), lr=0.1), data, expected_batch_size=8,
+                              num_steps=3, clipping=tp.Flat(1.0), noise_multiplier=1.0, test_seed=2)
+batches = iter(training)
+for b in batches:
+    raise RuntimeError("the last line")
+"""
+
+
+def test_a_script_keeps_its_own_variables_and_ends_with_its_own_error(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "-W", "ignore", tmp_path / "script.py"], capture_output=True, text=True)
+    assert done.stdout == "3\n", done.stderr
+    assert done.stderr.splitlines()[-1] == "RuntimeError: the last line"
+    assert done.stderr.count("Traceback") == 1

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 import sysconfig
 from collections import deque
@@ -89,6 +90,7 @@ class _Walk:
     def __init__(self, modules: Modules):
         self._modules = modules
         self._seen = {id(module) for _, module in modules}
+        self._globals: set[tuple[int, str]] = set()
         self._depth = 0
         self._deeper: list[tuple[str, Any]] = []  # for later, such as the rest of a long linked list
 
@@ -205,8 +207,9 @@ class _Walk:
         for key, cell in zip(func.__code__.co_freevars, func.__closure__ or (), strict=True):
             yield from self._of_cell(f"{name}.<closure>.{key}", cell)
         space = func.__globals__
-        for key in names_in(func.__code__):
-            if key in space:
+        for key in globals_in(func.__code__):
+            if key in space and (id(space), key) not in self._globals:
+                self._globals.add((id(space), key))
                 yield from self._of_global(f"{func.__module__}.{key}", space, key)
 
     def _of_cell(self, name: str, cell: CellType) -> Iterator[Entry]:
@@ -252,6 +255,14 @@ def names_in(code: CodeType) -> tuple[str, ...]:
     """Returns the names that a function looks up, and functions inside of it."""
     inner = (names for const in code.co_consts if isinstance(const, CodeType) for names in names_in(const))
     return tuple(dict.fromkeys(chain(code.co_names, inner)))
+
+
+@lru_cache(maxsize=4096)
+def globals_in(code: CodeType) -> tuple[str, ...]:
+    """Returns those of `names_in` that are globals of the function, not attributes: ``b``, but not for ``self.b``."""
+    own = [op.argval for op in dis.get_instructions(code) if "GLOBAL" in op.opname or op.opname.endswith("D_NAME")]
+    inner = (names for const in code.co_consts if isinstance(const, CodeType) for names in globals_in(const))
+    return tuple(dict.fromkeys(chain(own, inner)))
 
 
 @lru_cache(maxsize=4096)

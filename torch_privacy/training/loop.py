@@ -28,7 +28,7 @@ from .callbacks import Callback, Callbacks
 from .canaries import Observation
 from .correlation import Banded, check_correlated
 from .listeners import Listeners
-from .loop_checks import name_of
+from .loop_checks import closed_at_exit, name_of
 from .making import Own, agree, make_rehearsals, make_setup, make_state
 from .meeting import Meeting
 from .old_spelling import refuse_unknown
@@ -356,15 +356,13 @@ class PrivateTraining(Reporting):
     def _handed_out(self) -> Generator[Any, None, None]:
         """Yields what `__iter__` does, and _EMPTY after each step with an empty batch."""
         turns = self._turns()
-        try:
+        with closed_at_exit(turns):
             while True:
                 with self._runs.one_thread():
                     batch = next(turns, _END)
                 if batch is _END:
                     return
                 yield batch
-        finally:
-            turns.close()
 
     def _turns(self) -> Generator[Any, None, None]:
         """Yields what the loop gets, and _EMPTY after each step with an empty batch; at the end writes the folder."""

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +70,25 @@ def refusing_used_graphs() -> Iterator[None]:
             "PrivateTraining: the graph of the losses was used up before training.step. Leave out losses.backward(): "
             "step computes the gradient and makes the update."
         ) from None
+
+
+@contextmanager
+def closed_at_exit(turns: Generator[Any, None, None]) -> Iterator[None]:
+    """Closes a loop's turns after the ``with`` block, and at the interpreter's exit: later, modules are gone."""
+    at_exit = partial(_close, weakref.ref(turns))
+    atexit.register(at_exit)
+    try:
+        yield
+    finally:
+        atexit.unregister(at_exit)
+        turns.close()
+
+
+def _close(turns: weakref.ref[Generator[Any, None, None]]) -> None:
+    alive = turns()
+    if alive is not None:
+        with suppress(ValueError):  # another thread runs it
+            alive.close()
 
 
 class OneThread:
