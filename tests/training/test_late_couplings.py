@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
+from torch_privacy.jacobian.recording.coverage import CodePath
 from torch_privacy.training.rehearsals import BLOCK, RARELY
 
 LATE = 5  # neither one of the first steps nor a power of two
@@ -279,4 +280,70 @@ def test_what_the_loop_switches_in_every_turn_is_refused(alternate):
 
     _, run = training_of(losses, drop=0.5)
     with pytest.raises(tp.Refused, match=r"training\.step_count"):
+        run()
+
+
+def turns_of(training, loop):
+    """Runs a loop over the training; returns the turns of each step."""
+    turns = dict.fromkeys(range(len(training)), 0)
+
+    def answered(x, y):
+        turns[training.step_count] += 1
+        return training.step(F.cross_entropy(training.model(training.model.f(x).tanh()), y, reduction="none"))
+
+    loop(iter(training), answered)
+    return [*turns.values()]
+
+
+def by_for(batches, answered):
+    for x, y in batches:
+        answered(x, y)
+
+
+def by_while(batches, answered):
+    batch = next(batches, None)
+    while batch is not None:
+        while not answered(*batch):  # Python compiles this condition twice
+            batch = next(batches)
+        batch = next(batches, None)
+
+
+def by_new_functions(batches, answered):
+    for x, y in batches:
+        eval("lambda x, y: answered(x, y)", {"answered": answered})(x, y)
+
+
+@pytest.mark.parametrize("loop", [by_while, by_new_functions])
+def test_code_that_is_compiled_anew_is_not_new_code(loop):
+    expected, found = (turns_of(training_of(None, num_steps=12)[0], each) for each in (by_for, loop))
+    assert found == expected
+    assert min(expected) == 1
+
+
+def test_two_calls_in_one_line_are_two_places():
+    path = CodePath()
+
+    def called():
+        path.note_call(torch.add, ())
+        return path.place
+
+    first, second = called(), called()
+    assert first != second
+    repeated = [called() for _ in range(2)]
+    assert repeated[0] == repeated[1] != first
+
+
+def test_paths_that_are_always_new_are_warned_of_once():
+    _, run = training_of(lambda t, m, h: h * 2.0 ** (8 * t.step_count), num_steps=60)
+    with pytest.warns(UserWarning, match="of 2[0-9] batches ran code.*New now: the size of a number") as warned:
+        run()
+    assert len([one for one in warned if "was rehearsed" in str(one.message)]) == 1
+
+
+def test_a_warning_of_new_code_names_the_call():
+    space = {}
+    for k in range(60):
+        exec(f"\ndef g{k}(h):\n    return h.clone()", space)
+    _, run = training_of(lambda t, m, h: space[f"g{t.step_count}"](h), num_steps=60)
+    with pytest.warns(UserWarning, match=r"New now: the call of clone in g\d+ \(<string>, line 3\)"):
         run()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..jacobian.recording.coverage import CodePath, RehearsedCode
+from ..jacobian.recording.coverage import CodePath, RehearsedCode, described
 from ..mechanisms.sums import Summation
 from ..model_check.rehearsal.comparison import ALIKE, NEGLIGIBLE, not_repeated, repeats, shows_dependence
 from ..model_check.rehearsal.kept import draw_few, draw_halves, without_ends
@@ -22,12 +22,19 @@ from ..sampling.variants import DatasetExamples
 from ..support.model_state import ModelState
 from ..support.script_modules import registries_of
 from ..support.validate import Refused
+from ..support.warning import warn
 from .loop_watch import LoopWatch
 from .release import Releases, Share
 
 THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves are replaced, one is left out
 RARELY = 64  # least number of steps between the first steps of two epochs that are rehearsed
 BLOCK = 256  # steps of which the secret key selects one, which is rehearsed
+OFTEN, SETTLED = 0.1, 20  # share of batches with new code that is warned of, once there are this many
+OFTEN_NEW = (
+    "PrivateTraining: {} of {} batches ran code that no batch before had run, and each was rehearsed, which takes "
+    "several times as long. New now: {}. Is a function, a lambda or a number made anew in each step? Make it once, "
+    "before the loop."
+)
 
 Script = Generator[Turn, Answers, None]
 
@@ -208,6 +215,8 @@ class Rehearsals:
     def __post_init__(self) -> None:
         self._places = SettingPlaces(self.model)
         self._due: tuple[Any, set[int]] = None, set()
+        self._num_settled = self._num_new = 0  # batches after the first steps, and those of them that ran new code
+        self._warned = False
         self.memory.moving = self.watch.moving
 
     def are_due(self, step: int, number: int, count: int) -> tuple[bool, bool]:
@@ -292,7 +301,15 @@ class Rehearsals:
 
     def is_new(self, part: Part, code: CodePath) -> bool:
         """True if the part took a path through the code that no rehearsal has seen."""
-        return part.share.counts and not (self.assumed or part.thorough or self.code.has(code, part.examples.count))
+        if self.assumed or part.thorough or not part.share.counts:
+            return False
+        new = self.code.new_in(code, part.examples.count)
+        self._num_settled += 1
+        self._num_new += bool(new)
+        if new and self._num_settled >= SETTLED and self._num_new > OFTEN * self._num_settled and not self._warned:
+            self._warned = True
+            warn(OFTEN_NEW.format(self._num_new, self._num_settled, described(new)))
+        return bool(new)
 
     def note_passed(self, part: Part, code: CodePath, step: int) -> None:
         """Remembers the path of a part of this step that passed its rehearsal."""

@@ -7,6 +7,9 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,8 @@ from torch import Tensor
 from ...support.torch_modes import tensors_in
 
 FEW = 16  # numbers in a list or tensor, up to which each is noted
+FRAMES = 6  # of the stack that tell a place in the code
+MOST_PLACES = 2**14
 SMALL = 4  # integers below this are dimensions, flags and counts; larger ones are sizes, which may vary
 
 
@@ -34,7 +39,7 @@ class CodePath:
 
     def note_call(self, func: Callable, numbers: tuple, values: tuple = ()) -> None:
         """Adds a call of a torch function with these integers, names and flags, and the kinds of other numbers."""
-        place = self.place = _place(sys._getframe(2))
+        place = self.place = _PLACES.number(sys._getframe(2))
         self.features.add((func, place, _without_sizes(numbers)))
         for k, value in enumerate(values):
             if type(value) is float or isinstance(value, (float, np.generic)):
@@ -78,25 +83,68 @@ def _storage(t: Tensor) -> Any:
     return t.untyped_storage().data_ptr() if t.layout is torch.strided and not t.is_nested else id(t)
 
 
-def _place(a: Any) -> int:
-    """Returns a hash of six frames of the stack, enough to distinguish two layers of one class.
+class _Places:
+    """Numbers the places in the code that call torch: six frames of the stack, enough to tell apart two layers.
 
-    The loop is unrolled because this runs for every call of a torch function.
+    A place is told by its functions and the positions of the calls in their source, not in their bytecode: Python
+    compiles the condition of a ``while`` loop twice, and a lambda in a loop anew each time.
     """
-    try:
-        b = a.f_back
-        c = b.f_back
-        d = c.f_back
-        e = d.f_back
-        f = e.f_back
-        codes = id(a.f_code), id(b.f_code), id(c.f_code), id(d.f_code), id(e.f_code), id(f.f_code)
-        return hash((codes, a.f_lasti, b.f_lasti, c.f_lasti, d.f_lasti, e.f_lasti, f.f_lasti))
-    except AttributeError:  # the stack has fewer frames
-        place = 0
-        while a is not None:
-            place = hash((place, id(a.f_code), a.f_lasti))
-            a = a.f_back
-        return place
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], tuple[int, list[tuple[CodeType, int]]]] = {}  # keeps the code that ids name
+
+    def number(self, a: Any) -> int:
+        """Returns the number of the place that a frame is at.
+
+        The loop is unrolled because this runs for every call of a torch function.
+        """
+        try:
+            b = a.f_back
+            c = b.f_back
+            d = c.f_back
+            e = d.f_back
+            f = e.f_back
+            codes = id(a.f_code), id(b.f_code), id(c.f_code), id(d.f_code), id(e.f_code), id(f.f_code)
+            key = *codes, a.f_lasti, b.f_lasti, c.f_lasti, d.f_lasti, e.f_lasti, f.f_lasti
+        except AttributeError:  # the stack has fewer frames
+            key = tuple(number for code, last in _calls(a) for number in (id(code), last))
+        known = self._known.get(key)
+        return self._add(key, _calls(a)) if known is None else known[0]
+
+    def _add(self, key: tuple[int, ...], calls: list[tuple[CodeType, int]]) -> int:
+        if len(self._known) >= MOST_PLACES:  # of code that is made anew in every step
+            self._known.clear()
+        number = hash(tuple([(code, code.co_filename, _position(code, last)) for code, last in calls]))
+        self._known[key] = number, calls
+        return number
+
+    def text(self, number: int) -> str:
+        """Returns the user's function at a place, with file and line; nothing if it was forgotten."""
+        for known, calls in self._known.values():
+            own = [call for call in calls if not call[0].co_filename.startswith(_LIBRARIES)]
+            if known == number and own:
+                code, last = own[0]
+                return f"{code.co_qualname} ({Path(code.co_filename).name}, line {_position(code, last)[0]})"
+        return ""
+
+
+def _calls(frame: Any) -> list[tuple[CodeType, int]]:
+    """Returns the code of a frame and of the five above it, with the bytecode's positions."""
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None and len(found) < FRAMES:
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return found
+
+
+def _position(code: CodeType, last: int) -> tuple[int | None, ...]:
+    """Returns lines and columns of a call; where Python keeps no columns, the line and the bytecode's position."""
+    position = next(islice(code.co_positions(), last // 2, None))
+    return position if position[2] is not None else (position[0], last)
+
+
+_PLACES = _Places()
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
 class RehearsedCode:
@@ -105,10 +153,10 @@ class RehearsedCode:
     def __init__(self) -> None:
         self._features: dict[bool, set[Any]] = {True: set(), False: set()}
 
-    def has(self, path: CodePath, num_examples: int) -> bool:
-        """True if all of this code was rehearsed."""
+    def new_in(self, path: CodePath, num_examples: int) -> set[Any]:
+        """Returns what of this code was not rehearsed."""
         new = path.features - self._features[False]
-        return not (new - self._features[True] if num_examples == 1 else new)
+        return new - self._features[True] if num_examples == 1 else new
 
     def add(self, path: CodePath, num_examples: int) -> None:
         """Adds code that was rehearsed."""
@@ -117,6 +165,15 @@ class RehearsedCode:
     def add_features(self, features: Iterable[Any], num_examples: int) -> None:
         """Adds the features of code that was rehearsed, or changed no answer of a batch that was."""
         self._features[num_examples == 1].update(features)
+
+
+def described(features: Iterable[Any]) -> str:
+    """Returns one of these features in words."""
+    calls = [feature for feature in features if callable(feature[0])]
+    for func, place, _ in sorted(calls, key=lambda feature: _PLACES.text(feature[1]), reverse=True):
+        where = _PLACES.text(place)
+        return f"the call of {getattr(func, '__name__', 'an op')}{' in ' if where else ''}{where}"
+    return "the size of a number" if any(isinstance(feature[0], int) for feature in features) else "an input's origin"
 
 
 @lru_cache(maxsize=2**14)
