@@ -12,7 +12,7 @@ FAST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test thorough fuzz faults check docs format clean
+.PHONY: help train test thorough bench fuzz faults check docs format clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test: $(VENV)/.test  ## run the tests that judge a change, in about five minutes
 
 thorough: $(VENV)/.test  ## run what `test` leaves out: more cases of the same tests, processes that are killed, slow brackets
 	$(FAST) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --thorough $(ARGS)
+
+bench: $(VENV)/.test  ## count launches and waits on a pretended GPU; DEVICE=cuda: time, throughput and memory on this machine's
+	cd benchmarks && $(abspath $(BIN))/python card.py --device $(or $(DEVICE),pretend) $(ARGS)
 
 fuzz: $(VENV)/.test  ## search longer for counterexamples, with other random draws every time
 	$(BIN)/python -m pytest --all -m hypothesis --hypothesis-profile fuzz $(ARGS)

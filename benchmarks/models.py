@@ -123,6 +123,16 @@ class LoRA(nn.Module):
         return self.layer(x) + self.up(self.down(x))
 
 
+def with_lora(problem: Problem, rank: int) -> Problem:
+    """Returns the problem with its network frozen, and adapters at the qkv and output layers of attention."""
+    for p in problem.model.parameters():
+        p.requires_grad_(False)
+    for module in problem.model.modules():
+        if isinstance(module, Attention):
+            module.qkv, module.out = LoRA(module.qkv, rank), LoRA(module.out, rank)
+    return problem
+
+
 def gpt(batch: int = 8, positions: int = 128, width: int = 256, layers: int = 4) -> Problem:
     """Returns a GPT with four layers, four heads and an untied output layer, 3.7 million parameters."""
     model = GPT(1000, positions, width, heads=4, layers=layers, tied=False)
@@ -151,13 +161,7 @@ def gpt2_small(batch: int = 2, positions: int = 512) -> Problem:
 
 def gpt2_small_lora(batch: int = 2, positions: int = 512, rank: int = 8) -> Problem:
     """Returns GPT-2 small, frozen, with adapters of rank 8 at the qkv and output layers of attention."""
-    problem = gpt2_small(batch, positions)
-    for p in problem.model.parameters():
-        p.requires_grad_(False)
-    for module in problem.model.modules():
-        if isinstance(module, Attention):
-            module.qkv, module.out = LoRA(module.qkv, rank), LoRA(module.out, rank)
-    return problem
+    return with_lora(gpt2_small(batch, positions), rank)
 
 
 def gpt2_small_1024(batch: int = 8) -> Problem:

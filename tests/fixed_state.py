@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from torch_privacy.support.every_step import AFTER_EVERY_STEP, BEFORE_EVERY_STEP
 
 
 @contextmanager
@@ -31,6 +32,7 @@ def fixed_state(name: str, device: Any = None) -> Iterator[None]:
         patch.setattr(secrets, "randbits", drawn_by_system.getrandbits)
         patch.setattr("torch_privacy.jacobian.layouts.codes.system_seed", lambda: drawn_by_system.getrandbits(53))
         yield
-    _global_optimizer_post_hooks.clear()  # of a training that was left within its loop, and is not collected yet
+    for steps in (BEFORE_EVERY_STEP, AFTER_EVERY_STEP):
+        steps._hooks.clear()  # of a training that was left within its loop, and is not collected yet
     torch.set_default_device(None)
     torch.set_default_dtype(torch.float32)

@@ -18,6 +18,7 @@ import torch_privacy as tp
 from torch_privacy.jacobian.rows.plan import MemoryBudget
 from torch_privacy.noise import Noise, gaussian, grid_unit
 from torch_privacy.noise.chacha import DeviceNormals
+from torch_privacy.noise.processor import ProcessorNormals
 from torch_privacy.ops import gram
 from torch_privacy.support.random_state import RandomState, SeededRandomNumbers, torch_generators
 from torch_privacy.support.torch_modes import full_precision
@@ -98,8 +99,9 @@ def examples(name, n=60, seed=3):
 
 
 def gep(name):
+    """Returns few directions: more than the anchors' gradients have would be those of rounding, in any order."""
     public = examples(name, n=30, seed=8)[0]
-    return tp.GEP(tp.AnchorSubspace(public, num_basis=6), tp.Flat(0.5), tp.Flat(0.5))
+    return tp.GEP(tp.AnchorSubspace(public, num_basis=3), tp.Flat(0.5), tp.Flat(0.5))
 
 
 SKETCHES = {
@@ -620,12 +622,24 @@ def test_noise_of_a_gpu_is_made_there_and_is_that_of_the_same_stream_on_the_cpu(
     DeviceNormals(noise.key).add(3, [(sums["a"], 0, 0.5), (sums["b"], 35, 0.5)])
     for name, total in sums.items():
         torch.testing.assert_close(there[name].cpu(), total, rtol=0, atol=2 * grid_unit(0.5))
-    assert gaussian.generators(there.values()) == DeviceNormals.name
+    assert gaussian.generators([torch.empty(gaussian.FEW_NUMBERS + 1, device=GPU)]) == DeviceNormals.name
 
 
-def test_noise_of_a_training_on_a_gpu_needs_no_more_waits():
-    training = training_on(GPU, num_steps=8)
-    for step in steps_of(training, GPU):
-        if step == 7:
-            break
-    assert training.state_dict()["machine"]["generator"] == DeviceNormals.name
+@pytest.mark.parametrize("most", [0, gaussian.FEW_NUMBERS])
+def test_noise_of_small_sums_is_that_of_the_cpu(most, monkeypatch):
+    monkeypatch.setattr(gaussian, "FEW_NUMBERS", most)
+    found, waits = [], []
+    for device in ("cpu", GPU):
+        training = training_on(device, num_steps=8)
+        with watched() as log:
+            for step in steps_of(training, device):
+                if step == 6:
+                    log.waits.clear()
+                if step == 7:
+                    waits.append(sum(n for (_, _, place), n in log.library_waits.items() if "release.py" in place))
+                    break
+        found.append(torch.cat([p.detach().cpu().flatten() for p in training.model.parameters()]))
+        expected = DeviceNormals.name if device == GPU and not most else ProcessorNormals.name
+        assert training.state_dict()["machine"]["generator"] == expected
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-5) == bool(most)
+    assert waits == [0, 1]

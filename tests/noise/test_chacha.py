@@ -151,6 +151,8 @@ def test_the_device_of_a_tensor_chooses_its_generator(monkeypatch):
         torch.testing.assert_close(found["a"], here[:9], rtol=0, atol=tolerance)
         torch.testing.assert_close(found["b"], there[9:20], rtol=0, atol=tolerance)
         torch.testing.assert_close(found["c"], here[20:], rtol=0, atol=tolerance)
+    assert generators(sums.values()) == "AES-256-CTR, ziggurat"  # so few are made on the CPU in a training
+    monkeypatch.setattr(gaussian, "FEW_NUMBERS", 24)
     assert generators(sums.values()) == "AES-256-CTR, ziggurat and ChaCha20, Box-Muller"
 
 
@@ -158,5 +160,8 @@ def test_noise_of_devices_without_float64_is_made_on_the_cpu():
     class Apple:
         is_cpu, device = False, torch.device("mps")
 
+        def numel(self):
+            return gaussian.FEW_NUMBERS + 1
+
     assert generators([Apple()]) == "AES-256-CTR, ziggurat"
-    assert generators([torch.empty(1, device="meta")]) == "ChaCha20, Box-Muller"
+    assert generators([torch.empty(gaussian.FEW_NUMBERS + 1, device="meta")]) == "ChaCha20, Box-Muller"

@@ -2,6 +2,7 @@
 """Tests that misuse of private training is refused with one sentence that names culprit and cure; nothing is lost."""
 
 import copy
+import gc
 import math
 import pickle
 import re
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
 from trainings import private_training
 
@@ -236,6 +238,25 @@ def test_a_state_of_another_change_after_the_update_is_refused():
     with refused("after_update=None"):
         training_of(dataset=same).load_state_dict(state)
     training_of(after_update=clamp, dataset=same).load_state_dict(state)
+
+
+@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
+@pytest.mark.filterwarnings("ignore:.*made a step for")
+def test_a_loop_that_is_dropped_during_another_step_leaves_that_step_alone(register):
+    model = nn.Linear(2, 1)
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    loops = [iter(training_of())]
+    next(loops[0])
+    handles = [register(lambda *_: (loops.clear(), gc.collect()) and None), register(lambda *_: None)]
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+        before = model.bias.item()
+        other.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert not loops
+    assert model.bias.item() == before - 1
 
 
 def test_the_optimizer_may_step_again_after_the_loop():

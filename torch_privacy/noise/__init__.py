@@ -5,6 +5,7 @@ from .banded import BandedNoise as BandedNoise
 from .banded import InverseBandedNoise as InverseBandedNoise
 from .gaussian import Noise as Noise
 from .gaussian import generators as generators
+from .gaussian import is_made_here as is_made_here
 from .gaussian import key_from_test_seed as key_from_test_seed
 from .grid import MIN_STDDEV as MIN_STDDEV
 from .grid import grid_unit as grid_unit

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,10 +43,12 @@ def checked_sums(squares: Tensor, size: Tensor, lost: Tensor | float, op: Op) ->
     ``size`` is the sum of the terms' magnitudes; ``lost`` bounds the error by underflow. On a GPU, where asking costs a
     wait for the device, inaccurate ones become NaN, and the caller recomputes those.
     """
-    inaccurate = ~(torch.finfo(squares.dtype).eps * size + lost <= GRAM_TOLERANCE * squares)  # also where NaN
+    eps = torch.finfo(squares.dtype).eps
+    error = torch.add(lost, size, alpha=eps) if isinstance(lost, Tensor) else eps * size + lost
+    accurate = error <= GRAM_TOLERANCE * squares  # not where NaN
     if squares.device.type != "cpu":
-        return torch.where(inaccurate, torch.nan, squares)
-    for some in inaccurate.nonzero().flatten().split(max(1, CHUNK_FLOATS // max(1, op.shape.numel()))):
+        return torch.where(accurate, squares, torch.nan)
+    for some in (~accurate).nonzero().flatten().split(max(1, CHUNK_FLOATS // max(1, op.shape.numel()))):
         if len(some):
             squares[some] = Rows(op.select(some).rows()).squared_norms()
     return squares
@@ -57,11 +60,13 @@ def lost_to_underflow(t: int, traces: Sequence[Tensor], sizes: Sequence[int]) ->
     The error of an entry is at most ``size·tiny``, and no entry exceeds the trace: bounds follow factor by factor.
     """
     tiny = torch.finfo(traces[0].dtype).tiny
-    lost, total = torch.zeros_like(traces[0]), torch.full_like(traces[0], t**2)  # the sum of t² ones
-    for trace, size in zip(traces, sizes, strict=True):
-        largest = trace + t * size * tiny
-        lost, total = lost * largest + total * (size * tiny) + t**2 * tiny, total * largest
-    return lost
+    lost: Any = t**2 * (sizes[0] + 1) * tiny  # of the first factor; numbers of Python cost no call of torch
+    total: Any = float(t**2)  # the sum of t² ones, times the largest entries of the factors so far
+    for k in range(1, len(traces)):
+        total = (traces[k - 1] + t * sizes[k - 1] * tiny) * total
+        largest = traces[k] + t * sizes[k] * tiny
+        lost = torch.add(lost * largest, total, alpha=sizes[k] * tiny) + t**2 * tiny
+    return lost if len(traces) > 1 else torch.full_like(traces[0], lost)
 
 
 def squares_of_factor(factor: Tensor) -> Tensor:

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from ..sampling.batches import Batches, BatchRequest
+from ..support.every_step import AFTER_EVERY_STEP
 from ..support.random_state import is_recording_disabled
 from ..support.torch_modes import tensors_in
 from ..support.warning import warn
@@ -56,7 +55,7 @@ class OtherOptimizers:
         self._own, self._turn = own, turn
         self._names: dict[int, tuple[Optimizer, str]] = {}
         self._in_turns: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-        self._handle: RemovableHandle | None = None
+        self._leave: Callable[[], None] | None = None
         self._thread = 0
 
     @property
@@ -72,13 +71,13 @@ class OtherOptimizers:
     def begin_loop(self) -> None:
         """Notes the steps of this thread from now on."""
         self.end_loop()
-        self._thread, self._handle = threading.get_ident(), register_optimizer_step_post_hook(self._note)
+        self._thread, self._leave = threading.get_ident(), AFTER_EVERY_STEP.add(self._note)
 
     def end_loop(self) -> None:
         """Notes no more steps."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = None
+        if self._leave is not None:
+            self._leave()
+        self._leave = None
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
         is_known = optimizer is self._own or id(optimizer) in self._names

@@ -29,7 +29,7 @@ from .release import Releases, Share
 THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves are replaced, one is left out
 RARELY = 64  # least number of steps between the first steps of two epochs that are rehearsed
 BLOCK = 256  # steps of which the secret key selects one, which is rehearsed
-OFTEN, SETTLED = 0.1, 20  # share of batches with new code that is warned of, once there are this many
+OFTEN, SEVERAL = 0.1, 5  # share of batches with new code that is warned of, and how many of them there must be
 OFTEN_NEW = (
     "PrivateTraining: {} of {} batches ran code that no batch before had run, and each was rehearsed, which takes "
     "several times as long. New now: {}. Is a function, a lambda or a number made anew in each step? Make it once, "
@@ -306,7 +306,7 @@ class Rehearsals:
         new = self.code.new_in(code, part.examples.count)
         self._num_settled += 1
         self._num_new += bool(new)
-        if new and self._num_settled >= SETTLED and self._num_new > OFTEN * self._num_settled and not self._warned:
+        if new and self._num_new > max(OFTEN * self._num_settled, SEVERAL) and not self._warned:
             self._warned = True
             warn(OFTEN_NEW.format(self._num_new, self._num_settled, described(new)))
         return bool(new)

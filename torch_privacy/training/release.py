@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import ceil
 
 import numpy as np
@@ -87,6 +87,7 @@ class Releases:
         canaries: data set of an audit; leaves its absent canaries out of every batch.
         ranks: the processes of the training.
         placement: which part of a batch is this rank's.
+        made_here: True if the noise of sums on a GPU is made on the CPU; see `is_made_here`.
     """
 
     def __init__(
@@ -102,11 +103,12 @@ class Releases:
         canaries: WithCanaries | None = None,
         ranks: Ranks | None = None,
         placement: Placement | None = None,
+        made_here: bool = False,
     ):
         self._settings, self.ledger = settings, ledger
         self.num_lost, self.since, self._is_resumed = num_lost, since, resumed
         self.plan = plan.begun_anew(since, self.number(since))
-        self._ranks, self._placement = ranks or Ranks(), placement
+        self._ranks, self._placement, self._made_here = ranks or Ranks(), placement, made_here
         self.noise = _noise(settings, keys[0], since)
         units = settings.sampling.sampler(settings.num_units, settings.sampling_probability, keys[1])
         self.sampler = units if settings.owners is None else OwnerSampler(settings.owners, units)
@@ -209,9 +211,13 @@ class Releases:
             Refused: the step was released before with the same noise, or another process may release it.
         """
         try:
-            whole, scale = _in_one(sums, stddevs) if places is None else (sums, stddevs)
-            self.noise.add_to(step, whole, scale, places)
-            fingerprint = self._fingerprint(step, whole)
+            few, scales = _in_few(sums, stddevs) if places is None else (sums, stddevs)
+            released = {name: total.cpu() for name, total in few.items()} if self._made_here else few
+            self.noise.add_to(step, released, scales, places)
+            fingerprint = self._fingerprint(step, released)
+            for name, total in few.items():
+                if released[name] is not total:
+                    total.copy_(released[name], non_blocking=True)
         except Exception as error:
             self._ranks.tell(f"adds noise in step {step}", error)
             raise
@@ -314,22 +320,22 @@ def _cut_between(owners: np.ndarray, number: int, microbatch_size: int | None) -
     return cuts
 
 
-def _in_one(
-    sums: dict[str, Tensor], stddevs: Mapping[str, float]
-) -> tuple[Mapping[str, Tensor], Mapping[str, float] | float]:
+def _in_few(sums: dict[str, Tensor], stddevs: Mapping[str, float]) -> tuple[Mapping[str, Tensor], Mapping[str, float]]:
     """Moves small sums into one tensor, of which they become views, because a call costs more than its arithmetic.
 
-    Returns this tensor and its standard deviation; the sums as they are if they are large, few, or of several kinds.
+    Returns it, or one for each kind of neighbors, by the name of its first, with their standard deviations; the sums as
+    they are if they are large or few.
     """
-    tensors = [*sums.values()]
-    sizes = [*map(Tensor.numel, tensors)]
-    kinds = {*zip(stddevs.values(), [t.dtype for t in tensors], [t.device for t in tensors], strict=True)}
-    if len(sizes) < FEW or sum(sizes) > SMALL or len(kinds) > 1 or [*stddevs] != [*sums]:
+    if len(sums) < FEW or sum(map(Tensor.numel, sums.values())) > SMALL:
         return sums, stddevs
-    whole = torch.cat([t.view(-1) for t in tensors])
-    parts = zip(sums, whole.split(sizes), tensors, strict=True)
-    sums.update({name: part.view(t.shape) for name, part, t in parts})
-    return {"": whole}, next(iter(stddevs.values()))
+    few: dict[str, Tensor] = {}
+    for _, group in groupby(sums, lambda name: (stddevs[name], sums[name].dtype, sums[name].device)):
+        names = [*group]
+        tensors = [sums[name] for name in names]
+        few[names[0]] = whole = torch.cat([t.view(-1) for t in tensors])
+        parts = zip(names, whole.split([*map(Tensor.numel, tensors)]), tensors, strict=True)
+        sums.update({name: part.view(t.shape) for name, part, t in parts})
+    return few, {name: stddevs[name] for name in few}
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> Iterator[np.ndarray]:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, Literal
 
+from ..noise import is_made_here
 from ..sampling.fingerprint import check_data_of_state, fingerprint_for_state
 from ..support.validate import Refused
 from ..support.warning import warn
@@ -67,6 +68,7 @@ class Resuming:
             canaries=setup.canaries,
             ranks=self._ranks,
             placement=setup.placement,
+            made_here=is_made_here(setup.tensors().trained.values()),
         )
 
     def copy_ledger(self) -> None:

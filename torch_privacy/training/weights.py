@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
+from ..support.every_step import BEFORE_EVERY_STEP
 from ..support.validate import Refused
 from ..support.versions import Versions
 from ..support.warning import warn
@@ -178,7 +177,7 @@ class WeightGuard:
         self._marks: WeightMarks | None = None  # after the last update, or from the start of the loop
         self._moved_otherwise = ""
         self._is_own_step = False
-        self._handle: RemovableHandle | None = None  # while a loop is running
+        self._leave: Callable[[], None] | None = None  # while a loop is running
 
     def check_not_lent(self) -> None:
         """Refuses weights that have other values for a while."""
@@ -195,15 +194,15 @@ class WeightGuard:
         """Refuses the steps of other optimizers from now on."""
         self.deactivate()
         self.check_not_lent()
-        self._handle = register_optimizer_step_pre_hook(self._check)
+        self._leave = BEFORE_EVERY_STEP.add(self._check)
         if self._marks is None:
             self._marks = WeightMarks(self._trained())
 
     def deactivate(self) -> None:
         """Lets every step pass again."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = None
+        if self._leave is not None:
+            self._leave()
+        self._leave = None
 
     def reset(self, moved_otherwise: str) -> None:
         """Forgets the weights, before others are loaded; ``moved_otherwise`` is what is known about earlier changes."""
