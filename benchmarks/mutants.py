@@ -3,13 +3,16 @@
 
     python benchmarks/mutants.py run --log mutants.jsonl --count 150
     python benchmarks/mutants.py table --log mutants.jsonl
+    python benchmarks/mutants.py run --log one.jsonl --count 5 --modules ops/norm.py --tests ops/test_contract.py
 
 A mutant swaps a comparison, an operator, ``and`` and ``or``, a condition and its opposite, changes a number by one, or
 drops a statement that raises. The draw gives each room its share of lines. A mutant runs in a copy of the repository,
 until a test fails or the time is over: all cases of the test file with the name of its own, of files of the same room
 and of others that name what its module defines, and of these the cases of `make test` first. Some mutants cannot be
 noticed, because they change speed or a message only, so what counts is the share of those that `make thorough` notices
-and `make test` does not. The log names the tests that failed; see that they pass without.
+and `make test` does not. With ``--modules`` and ``--tests`` the mutants are of these modules and run on these test
+files alone: what a file that became shorter still notices. The log names the tests that failed; see that they pass
+without.
 """
 
 from __future__ import annotations
@@ -103,12 +106,13 @@ def mutants_of(file: Path) -> Iterator[Mutant]:
             yield mutant(node, *place(node), "pass")
 
 
-def drawn(count: int, seed: int) -> list[Mutant]:
-    """Returns mutants of all rooms, each with its share of the lines."""
+def drawn(count: int, seed: int, modules: list[str]) -> list[Mutant]:
+    """Returns mutants of all rooms, each with its share of the lines; or of these modules, as one room each."""
     rooms: dict[str, list[Mutant]] = defaultdict(list)
-    for file in sorted((ROOT / PACKAGE).rglob("*.py")):
+    files = [ROOT / PACKAGE / module for module in modules]
+    for file in files or sorted((ROOT / PACKAGE).rglob("*.py")):
         for one in mutants_of(file):
-            rooms[one.room].append(one)
+            rooms[one.file if modules else one.room].append(one)
     chance, total = random.Random(seed), sum(map(len, rooms.values()))
     numbers = {room: max(2, round(count * len(all_) / total)) for room, all_ in rooms.items()}
     chosen = [one for room, all_ in rooms.items() for one in chance.sample(all_, min(numbers[room], len(all_)))]
@@ -177,14 +181,15 @@ def run(arguments: argparse.Namespace) -> None:
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
         (Path(name) / "shared").symlink_to(ROOT.parent / "shared")
         part, of = arguments.part
-        for mutant in drawn(arguments.count, arguments.seed)[part::of]:
+        for mutant in drawn(arguments.count, arguments.seed, arguments.modules)[part::of]:
             if any(row["mutant"] == asdict(mutant) for row in rows):
                 continue
             path = folder / mutant.file
             source = path.read_bytes()
             path.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
             begin = time.monotonic()
-            found = outcome(folder, tests_for(mutant)[: arguments.files], arguments.seconds)
+            tests = [f"tests/{test}" for test in arguments.tests] or tests_for(mutant)[: arguments.files]
+            found = outcome(folder, tests, arguments.seconds)
             path.write_bytes(source)
             rows.append({"mutant": asdict(mutant), **asdict(found), "seconds": round(time.monotonic() - begin, 1)})
             with log.open("a") as file:
@@ -217,6 +222,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", type=int, default=FILES, help="test files for each mutant")
+    parser.add_argument("--modules", nargs="+", default=[], help="draw from these alone, as in sampling/canaries.py")
+    parser.add_argument("--tests", nargs="+", default=[], help="run these alone, as in training/test_audit.py")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for each mutant")
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("K", "OF"), help="every OF-th mutant")
     arguments = parser.parse_args()

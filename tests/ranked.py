@@ -13,6 +13,7 @@ import pytest
 import real_models
 import torch
 import torch.distributed as dist
+from gloo_pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -419,3 +420,17 @@ def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
     """Returns the largest difference of two models' weights."""
     assert found.keys() == expected.keys()
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def weights_after(case: Case, how: str | None) -> dict[str, Tensor]:
+    """Trains a case to its end, in one process or on the ranks of which this is one, and returns its weights."""
+    training = start(case, how, "sgd")
+    go(training, case.losses)
+    return whole_weights(training.model)
+
+
+def assert_same_bits(pool: Pool, on_rank: Callable[[int | None, str | None], dict[str, Tensor]], how: str) -> None:
+    """Compares what ``on_rank(rank, how)`` returns on each rank with what it returns in one process, bit for bit."""
+    weights = on_rank(None, None)
+    for found in pool.run(on_rank, how):
+        assert difference(found, weights) == 0

@@ -24,6 +24,7 @@ from torch_privacy.experiments.auditing import subject_of
 from torch_privacy.experiments.own_table import complete
 from torch_privacy.experiments.runner import Run
 from torch_privacy.privacy.rounding import round_up
+from torch_privacy.privacy.summary import attacker_as_json
 from torch_privacy.report import render
 
 N = 1500
@@ -87,6 +88,9 @@ def finished(file):
     with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "check_priced", lambda *_: None)  # this and the page's plots take many seconds
         patch.setattr(render, "render", lambda folders: "<p>page</p>")
+        attacker = attacker_as_json(privacy.compose([(privacy.Gaussian(1.0), 1)]))  # curves take seconds, too
+        for module in ("privacy.summary", "training.statement"):
+            patch.setattr(f"torch_privacy.{module}.attacker_as_json", lambda profile: attacker)
         assert run(["train", str(file), *TRAIN, "--run", str(folder)]) == 0
     return Finished(folder, out.getvalue(), err.getvalue())
 

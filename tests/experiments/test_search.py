@@ -138,7 +138,7 @@ def test_mistakes_are_named(arguments, said, capsys, tmp_path):
 
 
 def test_the_command_tries_and_then_trains(tmp_path, capsys):
-    values = ["--learning-rate", "0.000001", "--learning-rate", "0.5", "--projections", "0", "--epochs", "0.3"]
+    values = ["--learning-rate", "0.000001", "--learning-rate", "0.5", "--projections", "0", "--epochs", "0.1"]
     assert run(["search", "adult", *values, "--run", str(tmp_path / "run"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["search"]["chosen"] == {"learning_rate": 0.5}

@@ -309,3 +309,19 @@ def test_other_layers(n, kind, positions):
     }[kind]()
     channels = (3, *positions) if kind == "prelu per channel" else (*positions, 3)
     assert_exact(layer, torch.randn(n, *channels))
+
+
+class Placed(nn.Module):
+    """Adds a table's rows, looked up by positions that are written out for each example."""
+
+    def __init__(self):
+        super().__init__()
+        self.f, self.table = nn.Linear(3, 4), nn.Embedding(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1]).expand(len(x), -1)
+        return self.f(x) + self.table(places)
+
+
+def test_rows_looked_up_by_the_positions_of_each_example():
+    assert_exact(Placed(), torch.randn(4, 5, 3))

@@ -346,6 +346,13 @@ def test_many_canaries_are_noted():
     assert "more than one canary for ten examples" in str(many)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_coins_that_are_not_as_many_as_the_canaries_are_refused(count):
+    for canaries in (examples(2, seed=1), tp.GradientCanaries(2)):
+        with pytest.raises(ValueError, match=f"{count} coins for 2 canaries; must be as many"):
+            WithCanaries(examples(3), canaries, np.ones(count, bool))
+
+
 def test_an_absent_canary_cannot_be_read():
     data = WithCanaries(examples(3), examples(2, seed=1), np.array([True, False]))
     assert len(data) == 5

@@ -334,7 +334,7 @@ def test_two_calls_in_one_line_are_two_places():
 
 
 def test_paths_that_are_always_new_are_warned_of_once():
-    _, run = training_of(lambda t, m, h: h * 2.0 ** (8 * t.step_count), num_steps=60)
+    _, run = training_of(lambda t, m, h: h * 2.0 ** (8 * t.step_count), num_steps=30)
     with pytest.warns(UserWarning, match="of [0-9]+ batches ran code.*New now: the size of a number") as warned:
         run()
     assert len([one for one in warned if "was rehearsed" in str(one.message)]) == 1
@@ -342,8 +342,8 @@ def test_paths_that_are_always_new_are_warned_of_once():
 
 def test_a_warning_of_new_code_names_the_call():
     space = {}
-    for k in range(60):
+    for k in range(30):
         exec(f"\ndef g{k}(h):\n    return h.clone()", space)
-    _, run = training_of(lambda t, m, h: space[f"g{t.step_count}"](h), num_steps=60)
+    _, run = training_of(lambda t, m, h: space[f"g{t.step_count}"](h), num_steps=30)
     with pytest.warns(UserWarning, match=r"New now: the call of clone in g\d+ \(<string>, line 3\)"):
         run()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting.pld import privacy_loss_distribution
-from ranked import VIEWS, case, difference, start, whole_weights
+from ranked import VIEWS, assert_same_bits, case, weights_after
 from scipy import stats
 from scipy.special import ndtri
 from trainings import (
@@ -17,7 +17,6 @@ from trainings import (
     ZERO_OUT,
     N,
     cross_entropy,
-    cross_entropy_of_pair,
     data,
     network,
     parameters_of,
@@ -130,27 +129,20 @@ OF_OWN = case(noise_multiplier=Laplace(1.0, 0.5), clipping=tp.Flat(0.5))
 
 
 def on_rank(rank: int | None, how: str | None) -> dict[str, torch.Tensor]:
-    training = start(OF_OWN, how, "sgd")
-    for batch in training:
-        training.step(cross_entropy_of_pair(training.model, batch))
-    return whole_weights(training.model)
+    return weights_after(OF_OWN, how)
 
 
 @pytest.mark.thorough
 @VIEWS
 @pytest.mark.parametrize("how", ["ddp", "layers"])
 def test_two_ranks_train_as_one_process_bit_for_bit(ranks2, how):
-    weights = on_rank(None, None)
-    for found in ranks2.run(on_rank, how):
-        assert difference(found, weights) == 0
+    assert_same_bits(ranks2, on_rank, how)
 
 
 @pytest.mark.thorough
 @VIEWS
 def test_four_ranks_train_as_one_process_bit_for_bit(ranks4):
-    weights = on_rank(None, None)
-    for found in ranks4.run(on_rank, "layers"):
-        assert difference(found, weights) == 0
+    assert_same_bits(ranks4, on_rank, "layers")
 
 
 # What it costs

@@ -66,6 +66,7 @@ def test_price_without_votes_is_a_gaussian_of_sensitivity_root_two():
     assert profile.epsilon(1e-5).high >= privacy.compose([(privacy.Gaussian(40 / 400**0.5), 1)]).epsilon(1e-5).low
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("noise_stddev", [0.5, 3.0, 40.0])
 @pytest.mark.parametrize("largest", [0.0, 50.0, 99.0, 100.0, 103.0, 250.0])
 def test_threshold_tests_cost_at_most_what_any_votes_do(largest, noise_stddev):
