@@ -17,6 +17,7 @@ WORKLOADS = {
     "decay": Workload(24, momentum=0.5, weight_decay=0.1),
     "rates": Workload(24, momentum=0.9, rates=tuple(1 / (1 + k) for k in range(24))),
     "average": Workload(24, momentum=0.5, average=0.8),
+    "mean of all": Workload(24, momentum=0.5, average=tuple(k / (k + 1) for k in range(24))),
     "average and rates": Workload(24, average=0.8, rates=tuple(1 / (1 + k) for k in range(24))),
 }
 
@@ -42,13 +43,14 @@ def dense_workload(workload):
     """Returns A, with the optimizer simulated for each gradient."""
     n, rates = workload.num_steps, workload.rates or (1.0,) * workload.num_steps
     scale = math.sqrt(np.mean(np.square(rates)))
+    averages = workload.average if isinstance(workload.average, tuple) else (workload.average,) * n
     a = np.zeros((n, n))
     for i in range(n):
         weight = velocity = average = 0.0
         for t in range(n):
             velocity = workload.momentum * velocity + (t == i)
             weight = (1 - workload.weight_decay) * weight + rates[t] / scale * velocity
-            average = workload.average * average + (1 - workload.average) * weight
+            average = averages[t] * average + (1 - averages[t]) * weight
             a[t, i] = average
     return a
 
@@ -120,10 +122,21 @@ def test_passes_over_a_banded_inverse_cost_at_most_as_many_gaussian_releases(wor
 def test_few_bands_of_an_inverse_that_make_the_error_larger_are_refused():
     with pytest.raises(ValueError, match="too small for this momentum"):
         inverse_coefficients(4, Workload(1000, momentum=0.9, average=0.99), 100)
+    with pytest.raises(ValueError, match="must be one number"):
+        inverse_coefficients(2, Workload(2, average=(0.0, 0.5)), 1)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"average": 1.5}, {"momentum": 1.5}, {"momentum": -0.1}, {"weight_decay": 2.0}, {"num_steps": 0}]
+    "settings",
+    [
+        {"average": 1.5},
+        {"average": (0.5, 1.5)},
+        {"average": (0.5,) * 1201, "num_steps": 1201},
+        {"momentum": 1.5},
+        {"momentum": -0.1},
+        {"weight_decay": 2.0},
+        {"num_steps": 0},
+    ],
 )
 def test_what_is_out_of_range_is_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):

@@ -2,17 +2,20 @@
 """Trainings with banded noise: what is released, resumed and paid, on one rank and on two, and what is refused."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from ranked import VIEWS, assert_same_bits, case, weights_after
+from ranked import VIEWS, assert_same_bits, case, mlp, weights_after, wide
 from scipy.linalg import toeplitz
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from trainings import (
     RULES,
     ZERO_OUT,
     N,
     cross_entropy,
+    cross_entropy_of_pair,
     data,
     network,
     parameters_of,
@@ -107,6 +110,56 @@ def test_four_ranks_train_as_one_process_bit_for_bit(ranks4):
     assert_same_bits(ranks4, on_rank, "layers")
 
 
+NOTHING_IN_FLOAT32 = case(
+    partial(mlp, dtype=torch.float32),
+    data=lambda: wide(3, torch.float32),
+    losses=lambda model, batch: 0.0 * cross_entropy_of_pair(model, batch),
+    **BANDED,
+)
+
+
+def without_gradients(rank: int | None, how: str | None) -> dict[str, torch.Tensor]:
+    return weights_after(NOTHING_IN_FLOAT32, how)
+
+
+@VIEWS
+def test_in_float32_the_noise_of_two_ranks_is_that_of_one_process_bit_for_bit(ranks2):
+    """Only sums over other parts are rounded otherwise, as in any training."""
+    assert_same_bits(ranks2, without_gradients, "layers")
+
+
+AVERAGES = {
+    "MovingAverage": (
+        lambda model, optimizer: tp.MovingAverage(model, optimizer, 0.9).model,
+        lambda t: min(0.9, (1 + t) / (10 + t)),
+    ),
+    "mean of all": (AveragedModel, lambda t: t / (t + 1)),
+    "exponential": (partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(0.8)), lambda t: 0.8 if t else 0.0),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_the_workload_is_what_optimizer_and_average_make_of_gradients(name):
+    """One number, which gets the gradient -1 in one step; the share of the first weight, 0, is none."""
+    make, average = AVERAGES[name]
+    rates = [1.0, 0.5, 2.0, 1.0, 0.25]
+    found = np.zeros((5, 5))
+    for step in range(5):
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        averaged = make(model, optimizer) if name == "MovingAverage" else make(model)
+        for t, rate in enumerate(rates):
+            optimizer.param_groups[0]["lr"] = rate
+            model.weight.grad = torch.full((1, 1), -1.0 if t == step else 0.0)
+            optimizer.step()
+            if name != "MovingAverage":
+                averaged.update_parameters(model)
+            found[t, step] = next(averaged.parameters()).item()
+    workload = tp.Banded(2, momentum=0.9, learning_rates=rates, average=average).workload(5)
+    assert np.allclose(found, workload.matrix() * np.sqrt(np.mean(np.square(rates))), atol=1e-12)
+
+
 # What it costs
 
 
@@ -173,6 +226,20 @@ def test_the_best_number_of_bands_is_taken_and_shown(capsys):
     assert capsys.readouterr().out == f"{table}\n4 bands are best.\n"
     assert training.settings.noise_multiplier == pytest.approx(dict((b, s) for b, s, _ in table.rows)[4], rel=2e-4)
     assert priced((training.event, 100)).high <= 8.0
+
+
+def test_the_best_number_of_bands_counts_prior_releases():
+    prior = privacy.Release(privacy.Gaussian(1.0), "before")
+    settings = {"noise_multiplier": None, "target_epsilon": 8.0, "delta": DELTA, "num_steps": 100}
+    settings |= {"correlation": tp.Banded("best"), "prior_releases": [prior]}
+    training = training_of(**BANDED | settings)
+    errors = {}
+    for bands in (1, 2, 4):
+        one = training_of(**BANDED | settings | {"correlation": tp.Banded(bands)}).settings
+        errors[bands] = one.noise_multiplier * one.correlation.error(100, 0.2)
+    assert training.settings.correlation.bands == min(errors, key=errors.get) == 2  # 4 without the prior release
+    with pytest.raises(ValueError, match=r"target_epsilon=3\.0 is spent by prior releases"):
+        training_of(**BANDED | settings | {"target_epsilon": 3.0})
 
 
 def test_the_error_in_the_weights_is_explained():
@@ -251,7 +318,10 @@ def test_numbers_out_of_range_are_refused(settings):
         tp.Banded(**settings)
 
 
-@pytest.mark.parametrize("settings", [{}, {"order": "fixed", "learning_rates": [1.0]}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"order": "fixed", "learning_rates": [1.0]}, {"order": "fixed", "average": lambda step: step / (step + 1)}],
+)
 def test_a_banded_inverse_without_a_price_or_with_rates_is_refused(settings):
     with pytest.raises(tp.Refused, match="inverse=True"):
         tp.Banded(3, inverse=True, **settings)

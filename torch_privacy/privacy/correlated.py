@@ -19,37 +19,55 @@ from ..support.validate import InvalidValue, in_range, whole
 from .bracket import Array
 
 DIGITS = 10  # of coefficients, so that every machine finds the same ones
-LARGEST_DENSE = 1200  # steps up to which a learning-rate schedule is part of the workload
+LARGEST_DENSE = 1200  # steps up to which what differs between them is part of the workload
 
 
 @dataclass(frozen=True)
 class Workload:
     """Says what an optimizer makes of gradients: ``v_t = m v_{t-1} + g_t``, ``θ_t = (1 - ηλ) θ_{t-1} - η_t v_t``.
 
-    What counts is the error of ``a_t = d a_{t-1} + (1 - d) θ_t``: the weights themselves, or their moving average.
+    What counts is the error of ``a_t = d_t a_{t-1} + (1 - d_t) θ_t``: the weights themselves, or an average of them.
 
     Args:
         num_steps: n.
         momentum: m of SGD, in [0, 1).
         weight_decay: η λ, the share of the weights that a step takes away, in [0, 1).
         rates: the learning rate of each step, up to a factor; None for equal ones.
-        average: d of a moving average of the weights, in [0, 1).
+        average: d of a moving average of the weights, in [0, 1), or d_0, d_1, ... of each step: t / (t + 1) is the mean
+            of all weights.
+
+    What differs between steps counts up to `LARGEST_DENSE` of them: longer trainings take equal rates, and refuse
+    averages that differ.
     """
 
     num_steps: int
     momentum: float = 0.0
     weight_decay: float = 0.0
     rates: tuple[float, ...] | None = None
-    average: float = 0.0
+    average: float | tuple[float, ...] = 0.0
 
     def __post_init__(self) -> None:
         whole("Workload", at_least=1, num_steps=self.num_steps)
         for name in ("momentum", "weight_decay", "average"):
-            value = getattr(self, name)
-            in_range("Workload", 0, 1, **{name: value}) if value else None
+            given = getattr(self, name)
+            for value in given if isinstance(given, tuple) else (given,):
+                in_range("Workload", 0, 1, **{name: value}) if value else None
+        if isinstance(self.average, tuple) and self.num_steps > LARGEST_DENSE:
+            raise InvalidValue(
+                "Workload", "average", self.average[:3],
+                f"and so on differs between steps, which counts up to {LARGEST_DENSE} steps: pass one number.",
+            )  # fmt: skip
+
+    @property
+    def differs(self) -> bool:
+        """True if A is no Toeplitz matrix, and small enough to be one of numbers."""
+        varies = self.rates is not None or isinstance(self.average, tuple)
+        return varies and self.num_steps <= LARGEST_DENSE
 
     def response(self) -> Array:
         """Returns (n,) what a gradient does to the weights, or to their average, after 0, 1, 2, ... steps."""
+        if isinstance(self.average, tuple):
+            raise InvalidValue("Workload.response", "average", self.average[:3], "and so on must be one number.")
         impulse = np.zeros(self.num_steps)
         impulse[0] = 1 - self.average
         smoothed = _divided(impulse, [1.0, -self.momentum])
@@ -59,12 +77,13 @@ class Workload:
         """Returns (n, n) A, with row t the share of each gradient in the weights, or their average, after step t."""
         n, rates = self.num_steps, np.ones(self.num_steps) if self.rates is None else np.array(self.rates)
         rates = rates / np.sqrt(np.mean(rates**2))
+        averages = np.broadcast_to(self.average, n)
         total, smoothed, averaged, rows = np.zeros(n), np.zeros(n), np.zeros(n), np.empty((n, n))
         for t in range(n):
             smoothed *= self.momentum
             smoothed[t] += 1.0
             total = (1 - self.weight_decay) * total + rates[t] * smoothed
-            averaged = self.average * averaged + (1 - self.average) * total
+            averaged = averages[t] * averaged + (1 - averages[t]) * total
             rows[t] = averaged
         return rows
 
@@ -174,6 +193,11 @@ def best_coefficients(bands: int, workload: Workload) -> tuple[float, ...]:
     return tuple(np.round(c / np.linalg.norm(c), DIGITS).tolist())
 
 
+@lru_cache(maxsize=2)
+def _reversed_matrix(workload: Workload) -> Array:
+    return workload.matrix()[:, ::-1].copy()
+
+
 def _square_and_gradient(c: Array, workload: Workload) -> tuple[float, Array]:
     """Returns ``‖A C^-1‖² / n``, and its derivative by each coefficient.
 
@@ -181,11 +205,11 @@ def _square_and_gradient(c: Array, workload: Workload) -> tuple[float, Array]:
     """
     n = workload.num_steps
     w = inverse(c, n)
-    if workload.rates is not None and n <= LARGEST_DENSE:
-        b = _divided(workload.matrix()[:, ::-1], c)[:, ::-1]
-        squares = b.T @ b
-        diagonals = np.array([np.trace(squares, -k) for k in range(n)])
-        square = float(diagonals[0])
+    if workload.differs:
+        b = _divided(_reversed_matrix(workload), c)  # A C^-1, from its last column on
+        spectrum = (np.abs(np.fft.rfft(b, 2 * n)) ** 2).sum(0)
+        diagonals = np.fft.irfft(spectrum)[:n]  # sums over those of B^T B
+        square = float(np.sum(b**2))
         slopes = [-2 * float(diagonals[k:] @ w[: n - k]) if k < n else 0.0 for k in range(len(c))]
         return square / n, np.array(slopes) / n
     response = workload.response()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from .. import privacy
@@ -38,8 +39,12 @@ class Banded:
         inverse: True, in fixed order, for noise ``x_t = w_0 z_t + ... + w_{b-1} z_{t-b+1}``: nothing is kept between
             steps, and each draws b numbers for a parameter.
         momentum, weight_decay, average, learning_rates: of the optimizer, for which the coefficients are chosen:
-            momentum of SGD, learning rate times weight decay, the decay of a moving average of the weights, and the
-            rate of each step (a function or a sequence; None for equal ones). They change the accuracy, and no price.
+            momentum of SGD, learning rate times weight decay, the decay of an average of the weights, and the rate of
+            each step (a function or a sequence; None for equal ones). They change the accuracy, and no price. Rates
+            count in trainings of up to 1200 steps.
+            ``average`` is a number for an exponential moving average, or a function of the step 0, 1, ...:
+            ``lambda t: min(decay, (1 + t) / (10 + t))`` for `MovingAverage`, ``lambda t: t / (t + 1)`` for the mean of
+            all weights, as ``torch.optim.swa_utils.AveragedModel`` makes it.
 
     Guarantees:
         - Steps are priced as `privacy.BandedGaussian`, wherever the training stops.
@@ -67,7 +72,7 @@ class Banded:
     inverse: bool = False
     momentum: float = 0.0
     weight_decay: float = 0.0
-    average: float = 0.0
+    average: float | Callable[[int], float] = 0.0
     learning_rates: Sequence[float] | Callable[[int], float] | None = None
 
     def __post_init__(self) -> None:
@@ -76,6 +81,8 @@ class Banded:
             raise Refused('Banded: inverse=True has a price in fixed order only. Pass order="fixed", too.')
         if self.inverse and self.learning_rates is not None:
             raise Refused("Banded: inverse=True counts equal learning rates only. Leave learning_rates out.")
+        if self.inverse and callable(self.average):
+            raise Refused("Banded: inverse=True counts an exponential moving average only. Pass average as a number.")
         if self.bands != BEST:
             whole("Banded", at_least=1, bands=self.bands)  # pyright: ignore[reportArgumentType]
         self.workload(1)
@@ -92,7 +99,8 @@ class Banded:
         known = None if rates is None else tuple(float(rate) for rate in rates)[:num_steps]
         if known is not None and len(known) < num_steps:
             raise ValueError(f"Banded: learning_rates has {len(known)} rates for {num_steps} steps.")
-        return privacy.Workload(num_steps, self.momentum, self.weight_decay, known, self.average)
+        average = tuple(map(self.average, range(num_steps))) if callable(self.average) else self.average
+        return privacy.Workload(num_steps, self.momentum, self.weight_decay, known, average)
 
     def coefficients(self, num_steps: int, sampling_probability: float) -> tuple[float, ...]:
         """Returns c_0, ..., c_{b-1}, of norm 1; with ``inverse`` w_0, ..., w_{b-1}."""
@@ -119,16 +127,40 @@ class Banded:
         error = privacy.inverse_error if self.inverse else privacy.mean_error
         return error(self.coefficients(num_steps, sampling_probability), self.workload(num_steps))
 
-    def table(self, target_epsilon: float, delta: float, *, sampling_probability: float, num_steps: int) -> Table:
-        """Returns noise multiplier and error of the weights for 1, 2, 4, ... bands at a target."""
+    def table(
+        self,
+        target_epsilon: float,
+        delta: float,
+        *,
+        sampling_probability: float,
+        num_steps: int,
+        beside: Sequence[tuple[privacy.Event, int]] = (),
+    ) -> Table:
+        """Returns noise multiplier and error of the weights for 1, 2, 4, ... bands at a target.
+
+        Args:
+            target_epsilon: above 0.
+            delta: in (0, 1).
+            sampling_probability: q, the mean batch size over the number of examples.
+            num_steps: of the training.
+            beside: other releases that the target covers, as pairs (event, how often).
+        """
+        spent = privacy.compose(beside).epsilon_high(delta) if beside else 0.0
+        if spent >= target_epsilon > 0:
+            raise ValueError(
+                f"Banded: target_epsilon={target_epsilon!r} is spent by prior releases, which cost {spent:.4g}. Raise "
+                "the target, or add more noise to those."
+            )
         rows, bands = [], 1
         while sampling_probability * bands <= 1 and bands <= num_steps:
             one = replace(self, bands=bands)
             classes = one.classes(sampling_probability)
-            noise = privacy.calibrate(
-                target_epsilon, delta, sampling_probability=min(1.0, sampling_probability * classes),
-                num_steps=-(-num_steps // classes),
-            )  # fmt: skip
+            q, groups = min(1.0, sampling_probability * classes), -(-num_steps // classes)
+            noise = privacy.calibrate(target_epsilon, delta, sampling_probability=q, num_steps=groups)
+            if beside:
+                noise = privacy.calibrate_schedule(
+                    partial(_reduced, q, groups, beside), target_epsilon, delta, start=noise
+                )
             rows.append((bands, noise, noise * one.error(num_steps, sampling_probability)))
             bands *= 2
         return Table(tuple(rows))
@@ -137,6 +169,14 @@ class Banded:
         """Returns the number of classes, which take turns: the bands, or in fixed order all batches of an epoch."""
         assert isinstance(self.bands, int)
         return self.bands if self.order == "cyclic" else round(1 / sampling_probability)
+
+
+def _reduced(
+    sampling_probability: float, count: int, beside: Sequence[tuple[privacy.Event, int]], noise_multiplier: float
+) -> list[tuple[privacy.Event, int]]:
+    """Returns what the steps of a training cost, and what counts as well."""
+    unit, relation = beside[0][0].unit, privacy.NeighboringRelation.REPLACE_SPECIAL
+    return [(privacy.SubsampledGaussian(noise_multiplier, sampling_probability, relation, unit), count), *beside]
 
 
 @dataclass(frozen=True)
@@ -213,8 +253,8 @@ def resolved(
     correlation: Banded,
     sampling_probability: float,
     num_steps: int,
-    run: int,
     target: tuple[float | None, float | None],
+    prior: Sequence[tuple[privacy.Event, int]],
     *,
     shows: bool,
 ) -> tuple[Banded, Cyclic]:
@@ -224,7 +264,7 @@ def resolved(
         epsilon, delta = target
         if epsilon is None or delta is None:
             raise ValueError(f'{WHERE}: correlation=Banded("best") needs target_epsilon and delta, to compare at.')
-        table = correlation.table(epsilon, delta, sampling_probability=q, num_steps=num_steps)
+        table = correlation.table(epsilon, delta, sampling_probability=q, num_steps=num_steps, beside=prior)
         correlation = replace(correlation, bands=table.best)
         if shows:
             print(f"{table}\n{table.best} bands are best.")
@@ -243,4 +283,4 @@ def resolved(
             f'{WHERE}: order="fixed" needs a whole number of batches in an epoch, but n / expected_batch_size is '
             f"{1 / q:.6g}. Take n / {int(1 / q)} or n / {int(1 / q) + 1}."
         )
-    return correlation, Cyclic(classes, run, fixed)
+    return correlation, Cyclic(classes, len(prior), fixed)

@@ -211,9 +211,8 @@ class TrainingSettings:
 
     def correlated(self, correlation: Banded, *, shows: bool) -> TrainingSettings:
         """Returns the settings with banded noise, and the batches that it needs."""
-        target = self.target_epsilon, self.delta
-        run = len(self.prior_releases)
-        found, sampling = resolved(correlation, self.sampling_probability, self.num_steps, run, target, shows=shows)
+        target, prior = (self.target_epsilon, self.delta), self.prior_events
+        found, sampling = resolved(correlation, self.sampling_probability, self.num_steps, target, prior, shows=shows)
         return replace(self, correlation=found, sampling=sampling)
 
     def with_noise(self, mechanism: Mechanism) -> TrainingSettings:
