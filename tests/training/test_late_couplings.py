@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
@@ -333,9 +333,18 @@ def test_two_calls_in_one_line_are_two_places():
     assert repeated[0] == repeated[1] != first
 
 
+@pytest.mark.parametrize(("func", "is_same"), [(torch.tensor, True), (torch.split, True), (Tensor.permute, False)])
+def test_lists_with_an_entry_for_each_example_are_not_new_code(func, is_same):
+    path, found = CodePath(), []
+    for sizes in ((2, 5, 1, 7), (1, 1, 2)):
+        path.note_call(func, (sizes, 0), (list(sizes), 0))
+        found.append(set(path.features))
+    assert (found[0] == found[1]) == is_same
+
+
 def test_paths_that_are_always_new_are_warned_of_once():
     _, run = training_of(lambda t, m, h: h * 2.0 ** (8 * t.step_count), num_steps=30)
-    with pytest.warns(UserWarning, match="of [0-9]+ batches ran code.*New now: the size of a number") as warned:
+    with pytest.warns(UserWarning, match="of the last [0-9]+ batches ran.*New now: the size of a number") as warned:
         run()
     assert len([one for one in warned if "was rehearsed" in str(one.message)]) == 1
 

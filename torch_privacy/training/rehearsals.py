@@ -29,11 +29,12 @@ from .release import Releases, Share
 THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves are replaced, one is left out
 RARELY = 64  # least number of steps between the first steps of two epochs that are rehearsed
 BLOCK = 256  # steps of which the secret key selects one, which is rehearsed
-OFTEN, SEVERAL = 0.1, 5  # share of batches with new code that is warned of, and how many of them there must be
+FIRST = 20  # batches that may run new code without a warning
+OFTEN, SEVERAL = 0.1, 5  # share of later batches with new code that is warned of, and how many of them there must be
 OFTEN_NEW = (
-    "PrivateTraining: {} of {} batches ran code that no batch before had run, and each was rehearsed, which takes "
-    "several times as long. New now: {}. Is a function, a lambda or a number made anew in each step? Make it once, "
-    "before the loop."
+    "PrivateTraining: {} of the last {} batches ran code that no batch before had run, and each was rehearsed, which "
+    "takes several times as long. New now: {}. Is a function, a lambda or a number made anew in each step? Make it "
+    "once, before the loop."
 )
 
 Script = Generator[Turn, Answers, None]
@@ -215,7 +216,9 @@ class Rehearsals:
     def __post_init__(self) -> None:
         self._places = SettingPlaces(self.model)
         self._due: tuple[Any, set[int]] = None, set()
-        self._num_settled = self._num_new = 0  # batches after the first steps, and those of them that ran new code
+        self._num_settled = self._num_new = (
+            0  # batches after the first steps; those that ran new code, without the first 20
+        )
         self._warned = False
         self.memory.moving = self.watch.moving
 
@@ -305,10 +308,10 @@ class Rehearsals:
             return False
         new = self.code.new_in(code, part.examples.count)
         self._num_settled += 1
-        self._num_new += bool(new)
-        if new and self._num_new > max(OFTEN * self._num_settled, SEVERAL) and not self._warned:
+        self._num_new += bool(new) and self._num_settled > FIRST
+        if self._num_new > max(OFTEN * (self._num_settled - FIRST), SEVERAL) and not self._warned:
             self._warned = True
-            warn(OFTEN_NEW.format(self._num_new, self._num_settled, described(new)))
+            warn(OFTEN_NEW.format(self._num_new, self._num_settled - FIRST, described(new)))
         return bool(new)
 
     def note_passed(self, part: Part, code: CodePath, step: int) -> None:

@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from ...support.torch_modes import tensors_in
+from .constants import FROM_PYTHON
 
 FEW = 16  # numbers in a list or tensor, up to which each is noted
 FRAMES = 6  # of the stack that tell a place in the code
 MOST_PLACES = 2**14
 SMALL = 4  # integers below this are dimensions, flags and counts; larger ones are sizes, which may vary
+# Functions that take a list with an entry for each example. A tensor made of numbers is read where it is used.
+TAKE_LISTS = FROM_PYTHON | {torch.split, torch.split_with_sizes, Tensor.split, Tensor.split_with_sizes}
 
 
 class CodePath:
@@ -40,7 +43,7 @@ class CodePath:
     def note_call(self, func: Callable, numbers: tuple, values: tuple = ()) -> None:
         """Adds a call of a torch function with these integers, names and flags, and the kinds of other numbers."""
         place = self.place = _PLACES.number(sys._getframe(2))
-        self.features.add((func, place, _without_sizes(numbers)))
+        self.features.add((func, place, _without_sizes(_without_lists(numbers) if func in TAKE_LISTS else numbers)))
         for k, value in enumerate(values):
             if type(value) is float or isinstance(value, (float, np.generic)):
                 self.features.add((place, k, kind_of_number(value)))
@@ -174,6 +177,10 @@ def described(features: Iterable[Any]) -> str:
         where = _PLACES.text(place)
         return f"the call of {getattr(func, '__name__', 'an op')}{' in ' if where else ''}{where}"
     return "the size of a number" if any(isinstance(feature[0], int) for feature in features) else "an input's origin"
+
+
+def _without_lists(numbers: tuple) -> tuple:
+    return tuple(list if isinstance(value, tuple) else value for value in numbers)
 
 
 @lru_cache(maxsize=2**14)
