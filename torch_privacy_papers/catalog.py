@@ -266,12 +266,12 @@ CATALOG = (
     ),
     Experiment(
         "text-imdb", LI, "text.imdb:STUDY",
-        "the method, on IMDb", "film reviews by a public encoder: its features, its last layer, adapters, all weights; "
+        "sentence classification", "film reviews by a public encoder: its features, its last layer, adapters, all weights; "
         "needs the extra text", 20_000, 120, "IMDb", trains=True,
     ),
     Experiment(
         "text-imdb-tuning", LI, "text.tuning:TUNING",
-        "the method, on IMDb", "settings for text-imdb: accuracy on 5,000 reviews that are declared public",
+        "sentence classification", "settings for text-imdb: accuracy on 5,000 reviews that are declared public",
         600, 60, "IMDb", trains=True,
     ),
     Experiment(
