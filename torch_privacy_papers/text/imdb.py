@@ -16,7 +16,7 @@ arXiv:2110.06500 (LoRA); A. L. Maas et al. (2011).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from time import perf_counter
 from typing import Any
@@ -79,6 +79,7 @@ class Method:
 
     tuned: Callable[[nn.Module], nn.Module] | None  # the encoder, with what is trained not frozen; None for features
     settings: Mapping[str, Any]
+    at: Mapping[float, Mapping[str, Any]] = field(default_factory=dict)  # epsilon -> settings that differ there
 
 
 ENCODER = {  # settings of the methods that train the encoder
@@ -92,7 +93,11 @@ ENCODER = {  # settings of the methods that train the encoder
     "num_test": 5_000,
 }
 METHODS = {
-    "linear": Method(None, {"expected_batch_size": 8192, "epochs": 20, "learning_rate": 9.0, "clip_norm": 0.7}),
+    "linear": Method(
+        None,
+        {"expected_batch_size": 8192, "epochs": 20, "learning_rate": 9.0, "clip_norm": 0.7},
+        at={8: {"learning_rate": 27.0}},
+    ),
     "last": Method(last_layer, ENCODER),
     "lora": Method(adapted, ENCODER),
     "full": Method(nn.Module.requires_grad_, ENCODER),
@@ -229,10 +234,11 @@ def by_least_squares(chosen: Mapping[str, Any], context: Context) -> Numbers:
 
 
 def settings_of_choice(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of the chosen method."""
-    name = chosen.get("method", DEFAULTS.method)
+    """Returns the settings of the chosen method at the chosen epsilon."""
+    name = chosen.get("method", "linear")
     _check.one_of("train", METHODS, method=name)
-    return dict(METHODS[name].settings)
+    method = METHODS[name]
+    return {**method.settings, **method.at.get(chosen.get("target_epsilon") or 0.0, {})}
 
 
 def seconds_of(run: RunFolder) -> Numbers:
