@@ -266,7 +266,7 @@ CATALOG = (
     ),
     Experiment(
         "text-imdb", LI, "text.imdb:STUDY",
-        "sentence classification", "film reviews by a public encoder: its features, its last layer, adapters, all weights; "
+        "sentence classification", "film reviews by a public encoder: its features, last layer, adapters, all weights; "
         "needs the extra text", 20_000, 120, "IMDb", trains=True,
     ),
     Experiment(

@@ -69,6 +69,7 @@ class Settings(task.Settings):
     average: float | None = 0.95  # decay of the weights' moving average
     microbatch_size: int = 4096
     num_examples: int | None = None  # of the private reviews, from the first; all if None
+    num_public: int = NUM_PUBLIC  # of the public reviews, from the first, by which features are decorrelated
     num_test: int | None = None  # of the reviews that are scored, from the first; all if None
     on_public: bool = False  # train on 3,000 public reviews and score on the other 2,000, to choose settings
 
@@ -106,28 +107,25 @@ DEFAULTS = Settings(target_epsilon=3.0, **METHODS["linear"].settings)
 
 
 @cache
-def load_texts(folder: str | None) -> tuple[Encoder, Mapping[str, Texts], Mapping[str, Sequence[Tensor]]]:
-    """Returns the encoder, the reviews by part ("private", "public", "scored"), and their tokens."""
+def load_texts(folder: str | None) -> tuple[Encoder, Mapping[str, Texts]]:
+    """Returns the encoder and the reviews by part: "private", "public", "scored"."""
     encoder, (train, test) = load_encoder(), load_imdb_texts(folder)
     parts = {
         "private": train,
         "public": replace(test, texts=test.texts[:NUM_PUBLIC], labels=test.labels[:NUM_PUBLIC]),
         "scored": replace(test, texts=test.texts[NUM_PUBLIC:], labels=test.labels[NUM_PUBLIC:]),
     }
-    return encoder, parts, {name: encoder.tokens(part.texts) for name, part in parts.items()}
+    return encoder, parts
 
 
 def load(settings: Settings) -> Data:
     """Returns the reviews to train on and those to score on, as features or as tokens."""
     _check.whole("train", at_least=8, length=settings.length)
-    for name in ("num_examples", "num_test"):
-        if getattr(settings, name) is not None:
-            _check.whole("train", at_least=1, **{name: getattr(settings, name)})
+    sizes = {name: getattr(settings, name) for name in ("num_examples", "num_public", "num_test")}
+    _check.whole("train", at_least=1, **{name: size for name, size in sizes.items() if size is not None})
     _check.positive("train", shrinkage=settings.shrinkage)
     shrinkage = settings.shrinkage if METHODS[settings.method].tuned is None else None
-    return _load(
-        settings.data, shrinkage, settings.length, settings.num_examples, settings.num_test, settings.on_public
-    )
+    return _load(settings.data, shrinkage, settings.length, *sizes.values(), settings.on_public)
 
 
 @lru_cache(maxsize=2)  # rows of one method share them
@@ -136,18 +134,20 @@ def _load(
     shrinkage: float | None,
     length: int,
     num_examples: int | None,
+    num_public: int,
     num_test: int | None,
     on_public: bool,
 ) -> Data:
-    encoder, parts, tokens = load_texts(folder)
+    encoder, parts = load_texts(folder)
     inputs = partial(padded, length=length)
     if shrinkage is not None:
-        inputs = _features(encoder, tokens["public"], length, shrinkage)
+        inputs = _features(encoder, encoder.tokens(parts["public"].texts[:num_public]), length, shrinkage)
     asked = [("private", slice(num_examples)), ("scored", slice(num_test))]
     if on_public:
         asked = [("public", slice(NUM_TO_LEARN)), ("public", slice(NUM_TO_LEARN, None))]
     train, test = (
-        TensorDataset(inputs(tokens[name][rows]), torch.from_numpy(parts[name].labels[rows])) for name, rows in asked
+        TensorDataset(inputs(encoder.tokens(parts[name].texts[rows])), torch.from_numpy(parts[name].labels[rows]))
+        for name, rows in asked
     )
     files = {**parts["private"].files, **parts["scored"].files, **digests(*encoder.files)}
     return Data("IMDb", train, test, CLASSES, SOURCE.licence, files)
@@ -205,7 +205,7 @@ def build_task(settings: Settings) -> Task:
 
 def rows(quick: bool) -> Sequence[Row]:
     """Returns every method at every epsilon; a quick look has one dense layer and few reviews."""
-    few: dict[str, Any] = {"num_examples": 500, "num_test": 250} if quick else {}
+    few: dict[str, Any] = {"num_examples": 500, "num_public": 500, "num_test": 250} if quick else {}
     computed = [
         Computation(name, partial(by_least_squares, {**few, "on_public": is_public}))
         for name, is_public in (("linear, not private", False), ("linear, 3,000 public reviews alone", True))

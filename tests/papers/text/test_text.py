@@ -150,7 +150,8 @@ def test_published_weights_are_read(monkeypatch):
 
 def test_parts_of_imdb_are_disjoint_and_public_ones_are_never_scored(small_imdb):
     train, test = imdb.load_imdb_texts(None)
-    _, parts, tokens = imdb.load_texts(None)
+    encoder, parts = imdb.load_texts(None)
+    tokens = {name: encoder.tokens(part.texts) for name, part in parts.items()}
     assert parts["private"].texts == train.texts
     assert [len(parts[name].texts) for name in ("private", "public", "scored")] == [40, 30, 26]
     assert parts["public"].texts + parts["scored"].texts == test.texts
@@ -166,7 +167,8 @@ def test_parts_of_imdb_are_disjoint_and_public_ones_are_never_scored(small_imdb)
 
 
 def test_features_are_decorrelated_by_the_public_reviews_alone(small_imdb, monkeypatch):
-    encoder, _, tokens = imdb.load_texts(None)
+    encoder, parts = imdb.load_texts(None)
+    tokens = {name: encoder.tokens(part.texts) for name, part in parts.items()}
     all_layers = imdb.features
     monkeypatch.setattr(imdb, "features", lambda *of: all_layers(*of)[:, 3:4])
     inputs = imdb._features(encoder, tokens["public"], LENGTH, 1e-9)
