@@ -162,8 +162,8 @@ def learn(
 def capped(owners: Any, per_owner: int, n: int, seed: int | None = None) -> NDArray[np.int64]:
     """Returns the positions of at most ``per_owner`` rows of each owner, chosen at random, in increasing order.
 
-    Which rows of an owner are chosen does not depend on the other owners. A ``seed`` of 128 secret bits chooses the same
-    rows again.
+    Which rows of an owner are chosen does not depend on the other owners. A ``seed`` of 128 secret bits chooses
+    the same rows again.
     """
     codes, _ = owner_codes(owners, n, "learn")
     order = np.lexsort((np.random.default_rng(secrets.randbits(128) if seed is None else seed).random(n), codes))

@@ -39,7 +39,8 @@ class Grid:
 
     Example:
         >>> import pandas as pd
-        >>> grid = Grid(Schema((Column("age", "number", (0, 64)), Column("city", "category", categories=("Rome",))), ""))
+        >>> columns = Column("age", "number", (0, 64)), Column("city", "category", categories=("Rome",))
+        >>> grid = Grid(Schema(columns, target=""))
         >>> codes = grid.encode(pd.DataFrame({"age": ["33", "0", "?"], "city": ["Rome", "Oslo", ""]}))
         >>> grid.sizes, codes.tolist()
         ((34, 3), [[17, 2], [33, 1], [0, 0]])

@@ -148,7 +148,9 @@ class Model:
             parent = self._parents[number]
             if parent is not None:
                 around = self._order[number][1]
-                groups[number] *= _spread(_kept(groups[parent], self._groups[parent], around), around, self._groups[number])
+                groups[number] *= _spread(
+                    _kept(groups[parent], self._groups[parent], around), around, self._groups[number]
+                )
         return {columns: _kept(groups[home], self._groups[home], columns) for columns, home in self._home.items()}
 
 

@@ -156,7 +156,8 @@ class Marginals:
     def _candidates(self) -> list[Columns]:
         pairs = list(itertools.combinations(range(len(self._sizes)), 2))
         if self._generator == "mst":
-            return [pair for pair in pairs if not _joins(pair, self._chosen)]
+            joining = [pair for pair in pairs if not _joins(pair, self._chosen)]
+            return joining or [self._chosen[0] if self._chosen else (0,)]  # columns were left out: nothing is chosen
         rounds = sum(one.kind == "choice" for one in self._plan)
         limit = MOST_CELLS * (len(self._chosen) + 1) / rounds
         triples = [
@@ -232,7 +233,7 @@ class Marginals:
         return np.stack([of[codes[:, place]] for place, of in enumerate(self._merged)], 1)
 
     def _to_measure(self) -> list[Columns]:
-        return self._chosen if self._generator == "mst" else self._chosen[-1:]
+        return list(dict.fromkeys(self._chosen)) if self._generator == "mst" else self._chosen[-1:]
 
 
 def exponential_mechanism(scores: Sequence[float], sensitivity: float, epsilon: float) -> int:
@@ -254,7 +255,7 @@ def _identity(sizes: Sequence[int]) -> tuple[tuple[NDArray[np.int64], ...], tupl
 def _merging(counts: Array, least: float) -> tuple[NDArray[np.int64], Array]:
     """Returns the merged value of each value, and the share of each value among those merged with it.
 
-    All values with a count below ``least`` become one. Their shares are those of their counts, where these are positive.
+    All values with a count below ``least`` become one. Their shares are those of their counts, if these are positive.
     """
     kept = counts >= least
     if not kept.any():

@@ -37,9 +37,7 @@ class RowNetwork(nn.Module):
         nn.init.normal_(self.embedding.weight, std=EMBEDDING**-0.5)
         self.biases = nn.ModuleList(nn.Linear(1, sizes[column], bias=False) for column in order)
         self.heads = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(EMBEDDING * place, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, sizes[column], bias=False)
-            )
+            nn.Sequential(nn.Linear(EMBEDDING * place, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, sizes[column], bias=False))
             for place, column in enumerate(self.order)
             if place
         )

@@ -4,15 +4,44 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ... import privacy
 from ...privacy import NeighboringRelation
+from ...support.units import ONE_EXAMPLE
+from ...support.validate import one_of, positive, strictly_between, whole
+from ..defaults import Defaults, defaults
+from ..price import LearningBudget
+from ..schema import Schema
+
+GENERATORS = ("aim", "mst", "network")
+WHERE = "synthesize"
+Counted = list[tuple[privacy.Event, int]]  # events, and how often each
 
 RELATION = NeighboringRelation.REPLACE_SPECIAL  # as that of the steps of a training
 ONE_WAY = {"aim": 0.1, "mst": 1 / 3}  # part of the budget, in inverse squares of the noise, for single columns
 SELECT = {"aim": 0.1, "mst": 1 / 2}  # part of the rest for choices
 LARGEST_CHOICE = 50.0  # epsilon that the event of a choice takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The public settings of a run; see `synthesize`."""
+
+    generator: str = "aim"
+    epsilon: float
+    delta: float
+    learning_share: float = 0.3
+    per_owner: int | None = None  # None where rows are protected
+    unit: str = ONE_EXAMPLE
+    seed: int = 0  # of the network's first weights
+    steps: int | None = None  # of the network; by default as in a training
+
+    def __post_init__(self) -> None:
+        one_of(WHERE, GENERATORS, generator=self.generator)
+        positive(WHERE, epsilon=self.epsilon)
+        strictly_between(WHERE, 0, 1, delta=self.delta, learning_share=self.learning_share)
+        whole(WHERE, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -54,9 +83,60 @@ def planned(generator: str, num_columns: int, unit: str, scale: float) -> list[R
     return [marginals("one-way", one), *[choice, marginals("chosen", measure / rounds)] * rounds]
 
 
-def counted(releases: list[Release]) -> list[tuple[privacy.Event, int]]:
+def counted(releases: list[Release]) -> Counted:
     """Returns the events with how often each is released."""
     found: dict[privacy.Event, int] = {}
     for release in releases:
         found[release.event] = found.get(release.event, 0) + 1
     return list(found.items())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run may release: a function of its settings, the declared schema and the number of rows or persons alone.
+
+    Args:
+        settings: of the run.
+        schema: as it was declared.
+        n: number of rows, or of persons where these are protected.
+    """
+
+    settings: Settings
+    schema: Schema
+    n: int
+
+    @property
+    def training(self) -> Defaults:
+        """Returns the settings of the network's training."""
+        found = defaults(self.n, self.settings.epsilon, self.settings.delta)
+        return found if self.settings.steps is None else replace(found, num_steps=self.settings.steps)
+
+    @property
+    def learning(self) -> Counted:
+        """Returns the releases that learn the schema."""
+        if self.schema.is_complete:
+            return []
+        settings, share = self.settings, self.settings.learning_share
+        rows = settings.per_owner or 1
+        parts = LearningBudget.of(self.schema, self.n, rows, share * settings.epsilon, share * settings.delta)
+        return [(replace(event, unit=settings.unit), count) for event, count in parts.events]  # type: ignore[call-arg]
+
+    def releases(self, scale: float) -> list[Release]:
+        """Returns the releases of marginals, in their order; columns that learning leaves out count."""
+        num_columns = sum(column.kind != "ignored" for column in self.schema.columns)
+        return planned(self.settings.generator, num_columns, self.settings.unit, scale)
+
+    def generating(self, scale: float) -> Counted:
+        """Returns the releases that make the generator, with this factor on their noise."""
+        if self.settings.generator != "network":
+            return counted(self.releases(scale))
+        q = self.training.expected_batch_size / self.n
+        return [(privacy.SubsampledGaussian(scale, q, RELATION, self.settings.unit), self.training.num_steps)]
+
+    def scale(self) -> float:
+        """Returns the smallest factor at which everything together keeps to epsilon."""
+        learning = self.learning
+        settings = self.settings
+        return privacy.calibrate_schedule(
+            lambda scale: [*learning, *self.generating(scale)], settings.epsilon, settings.delta
+        )
