@@ -19,8 +19,8 @@ ROWS_AT_ONCE = 4096
 class RowNetwork(nn.Module):
     """Gives each value of a row a probability, given the values of the columns before it.
 
-    ``log p(row) = Σⱼ log softmax(biasⱼ + headⱼ(embedding[code₁], ..., embedding[codeⱼ₋₁]))[codeⱼ]``; a head is a
-    perceptron with one hidden layer, and its last layer begins at zero: then all values of a column are equally likely.
+    ``log p(row) = Σⱼ log softmax(headⱼ(embedding[code₁], ..., embedding[codeⱼ₋₁]))[codeⱼ]``; a head is a perceptron with
+    one hidden layer, and its last layer begins at zero: then all values of a column are equally likely.
 
     Args:
         sizes: number of values of each column.
@@ -35,14 +35,14 @@ class RowNetwork(nn.Module):
         self.register_buffer("starts", torch.tensor([0, *sizes]).cumsum(0)[:-1], persistent=False)
         self.embedding = nn.Embedding(sum(sizes), EMBEDDING)
         nn.init.normal_(self.embedding.weight, std=EMBEDDING**-0.5)
-        self.biases = nn.ModuleList(nn.Linear(1, sizes[column], bias=False) for column in order)
+        self.first = nn.Embedding(1, sizes[self.order[0]])  # logits of the first column, the same for all rows
         self.heads = nn.ModuleList(
-            nn.Sequential(nn.Linear(EMBEDDING * place, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, sizes[column], bias=False))
+            nn.Sequential(nn.Linear(EMBEDDING * place, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, sizes[column]))
             for place, column in enumerate(self.order)
             if place
         )
-        for layer in [*self.biases, *(head[2] for head in self.heads)]:  # pyright: ignore[reportIndexIssue]
-            nn.init.zeros_(layer.weight)
+        for parameter in [self.first.weight, *(p for head in self.heads for p in head[2].parameters())]:  # type: ignore
+            nn.init.zeros_(parameter)
 
     def forward(self, codes: Tensor) -> Tensor:
         embedded = self._embedded(codes)
@@ -71,8 +71,9 @@ class RowNetwork(nn.Module):
         return self.embedding((codes + self.get_buffer("starts"))[:, list(self.order)]).flatten(1)
 
     def _logits(self, place: int, embedded: Tensor) -> Tensor:
-        bias = self.biases[place](embedded.new_ones(len(embedded), 1))
-        return bias + self.heads[place - 1](embedded[:, : EMBEDDING * place]) if place else bias
+        if place == 0:
+            return self.first(torch.zeros_like(embedded[:, 0], dtype=torch.int64))
+        return self.heads[place - 1](embedded[:, : EMBEDDING * place])
 
     def _drawn(self, count: int, rng: np.random.Generator) -> Codes:
         codes = torch.zeros(count, len(self.sizes), dtype=torch.int64)
