@@ -2,7 +2,7 @@
 """Judges generators of synthetic rows on tables that are treated as public: Adult, digits and a made one.
 
 ``python benchmarks/synthetic.py --log FILE.jsonl`` adds a line for each table, epsilon, seed and generator that the
-file lacks; a line has the distances, the test scores and the seconds. Without schema: everything is learnt privately. The
+file lacks; a line has the distances, the test scores and the seconds. There is no schema: all is learnt privately. The
 audit is made for seed 0. ``--show`` prints means and standard errors of a file. One thread.
 """
 

@@ -19,8 +19,8 @@ ROWS_AT_ONCE = 4096
 class RowNetwork(nn.Module):
     """Gives each value of a row a probability, given the values of the columns before it.
 
-    ``log p(row) = Σⱼ log softmax(headⱼ(embedding[code₁], ..., embedding[codeⱼ₋₁]))[codeⱼ]``; a head is a perceptron with
-    one hidden layer, and its last layer begins at zero: then all values of a column are equally likely.
+    ``log p(row) = Σⱼ log softmax(headⱼ(embedding[code₁], ..., embedding[codeⱼ₋₁]))[codeⱼ]``; a head is a perceptron
+    with one hidden layer, and its last layer begins at zero: then all values of a column are equally likely.
 
     Args:
         sizes: number of values of each column.

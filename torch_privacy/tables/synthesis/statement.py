@@ -14,6 +14,7 @@ import torch
 from ... import privacy
 from ...noise import generators
 from ...privacy.events.base import releases_to_json
+from ...privacy.spent import ALWAYS_PUBLIC, NEVER_COVERED
 from ...privacy.summary import attacker_as_json
 from ...support.version import __version__
 from .plan import RELATION
@@ -42,7 +43,7 @@ def of_marginals(run: Run, ledger: privacy.Ledger) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "private": True,
         "neighboring_relation": RELATION.value,
-        "sampler": profile.sampler,
+        "sampler": ledger.events[-1][0].sampler,  # of the counts; what was learnt of the schema has its own
         "unit": run.unit,
         **(
             {"num_examples": run.num_units}
@@ -67,9 +68,9 @@ def of_marginals(run: Run, ledger: privacy.Ledger) -> dict[str, Any]:
         "releases": releases_to_json(ledger.events),
         "treated_as_public": [
             "num_examples" if settings.per_owner is None else "num_owners",
-            "settings, and what the schema declares",
+            *ALWAYS_PUBLIC,
         ],
-        "not_covered": [],
+        "not_covered": [*NEVER_COVERED],
         "versions": {
             "torch_privacy": __version__,
             "torch": torch.__version__,
@@ -84,6 +85,7 @@ def with_generator(statement: dict[str, Any], run: Run) -> dict[str, Any]:
     return {
         **statement,
         "unit": run.unit,
+        "treated_as_public": [*statement["treated_as_public"], "what the schema declares"],
         "not_covered": [*statement["not_covered"], *NOT_COVERED],
         "synthetic_rows": {"generator": run.settings.generator, "post_processing": POST_PROCESSING},
     }

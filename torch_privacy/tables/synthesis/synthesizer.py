@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import safetensors
+import safetensors.torch
 import torch
 from numpy.typing import NDArray
 
-from ...runs import checkpoint
 from ...runs.folder import RunFolder
 from ...support.validate import Refused, whole
 from ...support.write_file import PUBLIC, write_whole
@@ -25,7 +27,11 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 MOST_ROWS = 10**8
-FORMAT = 1
+FORMAT, KEY = 1, "generator"
+DAMAGE = (
+    OSError, RuntimeError, LookupError, TypeError, ValueError, AttributeError, RecursionError,
+    safetensors.SafetensorError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,18 +71,16 @@ class Synthesizer:
     def save(self, folder: RunFolder) -> None:
         """Writes ``generator.safetensors`` and ``schema.toml``, which may be published."""
         folder.write_schema(self.grid.schema.to_toml())
-        state: dict[str, Any] = {"generator": FORMAT, "whole": list(self.whole)}
+        plain: dict[str, Any] = {"format": FORMAT, "whole": list(self.whole)}
         if isinstance(self.model, Chain):
-            state["links"] = [
-                {"column": link.column, "parents": list(link.parents), "chances": _tensor(link.chances)}
-                for link in self.model.links
-            ]
-            state["merged"] = [_tensor(part) for part in self.model.merged]
-            state["within"] = [_tensor(part) for part in self.model.within]
+            plain["links"] = [[link.column, list(link.parents)] for link in self.model.links]
+            parts = {"chances": [link.chances for link in self.model.links]}
+            parts |= {"merged": list(self.model.merged), "within": list(self.model.within)}
+            tensors = {f"{name}.{i}": _tensor(part) for name, of in parts.items() for i, part in enumerate(of)}
         else:
-            state["order"] = list(self.model.order)
-            state["weights"] = {name: value.detach() for name, value in self.model.state_dict().items()}
-        content = checkpoint.packed(state)
+            plain["order"] = list(self.model.order)
+            tensors = {name: value.detach().contiguous() for name, value in self.model.state_dict().items()}
+        content = safetensors.torch.save(tensors, {KEY: json.dumps(plain)})
         write_whole(folder.generator, lambda file: file.write(content), PUBLIC)
 
     @classmethod
@@ -92,29 +96,32 @@ class Synthesizer:
             hint = f"Continue it with --resume {path}" if unfinished else "Name a folder that synthesize has made"
             what = "this run is unfinished" if unfinished else "holds no generator of synthetic rows"
             raise ValueError(f"{path}: {what}. {hint}.")
-        state, grid = (
-            checkpoint.load(folder.generator),
-            Grid(Schema.from_toml(folder.read_schema(), str(folder.schema))),
-        )
-        if state.get("generator") != FORMAT:
-            raise ValueError(f"{folder.generator}: is a generator of another version.")
+        grid = Grid(Schema.from_toml(folder.read_schema(), str(folder.schema)))
         try:
-            model = _model_of(state, grid.sizes)
-        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise Refused(f"{folder.generator}: does not fit the schema beside it ({str(error)[:200]}).") from None
-        return cls(grid, model, tuple(state["whole"]))
+            with safetensors.safe_open(folder.generator, framework="pt") as file:
+                plain = json.loads((file.metadata() or {}).get(KEY, "{}"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+            if plain.get("format") != FORMAT:
+                raise ValueError("it is of another version")
+            return cls(grid, _model_of(plain, tensors, grid.sizes), tuple(map(str, plain["whole"])))
+        except DAMAGE as error:
+            reason = str(error).strip().splitlines()[0][:200]
+            raise Refused(f"{folder.generator}: does not fit the schema beside it ({reason}).") from None
 
 
-def _model_of(state: dict[str, Any], sizes: tuple[int, ...]) -> Chain | RowNetwork:
-    if "order" in state:
-        network = RowNetwork(sizes, state["order"])
-        network.load_state_dict(state["weights"])
+def _model_of(plain: dict[str, Any], tensors: dict[str, torch.Tensor], sizes: tuple[int, ...]) -> Chain | RowNetwork:
+    if "order" in plain:
+        network = RowNetwork(sizes, plain["order"])
+        network.load_state_dict(tensors)
         return network.eval()
-    links = tuple(Link(link["column"], tuple(link["parents"]), link["chances"].numpy()) for link in state["links"])
-    chain = Chain(links, *(tuple(part.numpy() for part in state[name]) for name in ("merged", "within")))
-    if tuple(map(len, chain.merged)) != sizes or {link.column for link in links} != {*range(len(sizes))}:
-        raise ValueError(f"it has columns of {[*map(len, chain.merged)]} values, and the schema of {[*sizes]}")
-    return chain
+    found = {name: value.numpy() for name, value in tensors.items()}
+    links = [Link(column, tuple(parents), found[f"chances.{i}"]) for i, (column, parents) in enumerate(plain["links"])]
+    merged, within = (tuple(found[f"{name}.{i}"] for i in range(len(sizes))) for name in ("merged", "within"))
+    have = [int(of.max()) + 1 for of in merged]
+    fits = {link.column: [*link.chances.shape] == [have[c] for c in (*link.parents, link.column)] for link in links}
+    if tuple(map(len, merged)) != sizes or sorted(fits) != [*range(len(sizes))] or not all(fits.values()):
+        raise ValueError("its columns are others")
+    return Chain(tuple(links), merged, within)
 
 
 def _tensor(array: NDArray[Any]) -> torch.Tensor:
