@@ -233,8 +233,8 @@ def _audit_of_network(run: Run, canaries: Codes, significance: float) -> Audit:
     def train(dataset: Any) -> PrivateTraining:
         settings = {"seed": run.settings.seed, "noise_multiplier": run.scale, "data": dataset}
         made = NetworkTraining(run.codes, run.grid.sizes, run.order, run.plan.training, **settings)
-        for _ in made.steps():
-            pass
+        for (codes,) in made.training:  # an audit observes the batches of this loop alone
+            made.training.step(made.network(codes))
         return made.training
 
     real, others = (TensorDataset(torch.from_numpy(codes)) for codes in (run.codes, canaries))
