@@ -223,7 +223,7 @@ class Marginals:
             self._merged.append(merged)
             self._within.append(within)
             # the sum of m rare values has noise larger by √m, and is taken to be as certain as the others
-            self._measured.append(Measured((place,), np.bincount(merged, weights=counts), stddev))
+            self._measured.append(Measured((place,), np.bincount(merged, weights=counts).astype(float), stddev))
 
     @property
     def _merged_sizes(self) -> tuple[int, ...]:

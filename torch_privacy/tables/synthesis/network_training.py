@@ -82,8 +82,8 @@ class NetworkTraining:
             yield self.training.step_count, self.training.settings.num_steps
 
     @property
-    def model(self) -> RowNetwork:
-        """Returns the network with averaged weights."""
+    def model(self) -> Any:
+        """Returns the `RowNetwork` with averaged weights."""
         return self._average.model.eval()
 
     def state_dict(self) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def _pairs_plot(found: Judgement) -> str:
 def _scores_plot(found: Judgement) -> str:
     is_share = found.measure == "accuracy"
     figure, axes = new_axes("Test on real rows", f"{found.measure}{' (%)' if is_share else ''}", "")
-    names = list(reversed(found.scores))
+    names = list(found.scores)[::-1]
     values = [found.scores[name] * (100 if is_share else 1) for name in names]
     with matplotlib.rc_context(PAGE_STYLE):
         figure.set_size_inches(6.4, 2.0)
