@@ -242,7 +242,7 @@ class Run:
         self.notes = [note for note in state["released"]["notes"] if "is ignored" not in note]
         self.notes += [f"The synthetic table lacks {c.name!r}: {c.reason or 'the schema ignores it'}." for c in lost]
         rows = np.arange(len(self._frame))
-        if self._owners is not None and settings.generator != "network":  # whose training chooses rows in each step
+        if self._owners is not None and settings.generator != "network":  # its training chooses rows in each step
             rows = capped(
                 self._owners, settings.per_owner or 1, len(rows), int.from_bytes(self._derived("owners")[:16])
             )
