@@ -16,9 +16,9 @@ from trainings import RULES, private_training
 
 import torch_privacy as tp
 from torch_privacy.jacobian.rows.plan import MemoryBudget
-from torch_privacy.noise import Noise, gaussian, grid_unit
-from torch_privacy.noise.chacha import DeviceNormals
-from torch_privacy.noise.processor import ProcessorNormals
+from torch_privacy.mechanisms.noise import Noise, gaussian, grid_unit
+from torch_privacy.mechanisms.noise.chacha import DeviceNormals
+from torch_privacy.mechanisms.noise.processor import ProcessorNormals
 from torch_privacy.ops import gram
 from torch_privacy.support.random_state import RandomState, SeededRandomNumbers, torch_generators
 from torch_privacy.support.torch_modes import full_precision

@@ -23,7 +23,7 @@ from trainings import ZERO_OUT
 
 import torch_privacy as tp
 from torch_privacy import privacy
-from torch_privacy.noise import Noise, grid_unit
+from torch_privacy.mechanisms.noise import Noise, grid_unit
 from torch_privacy.training.second_moment import add_symmetric_noise, bits_for, leading_eigenvectors, second_moment
 
 ROOT = Path(__file__).parents[1]

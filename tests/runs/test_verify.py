@@ -22,8 +22,8 @@ from torch_privacy.privacy.ledger_file import LedgerFile
 from torch_privacy.privacy.pairs.gaussian import SubsampledGaussianPair
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.privacy.summary import percent
-from torch_privacy.report import training_plots
 from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.report import training_plots
 from torch_privacy.runs.verify import NEVER_CHECKED, Verdict, verify
 from torch_privacy.sklearn import PrivateClassifier
 

@@ -25,7 +25,7 @@ from trainings import (
 
 import torch_privacy as tp
 from torch_privacy import privacy
-from torch_privacy.noise import Noise
+from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.training import release
 
 BANDED = {"correlation": tp.Banded(3), "expected_batch_size": 8, "num_steps": 11}

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import torch_privacy as tp
 from torch_privacy import privacy, tables
-from torch_privacy.report.words import budget_in_words
+from torch_privacy.runs.report.words import budget_in_words
 
 N, DELTA = 200, 1e-4
 

@@ -12,7 +12,7 @@ import torch
 from ranked import CASES, go, start
 
 import torch_privacy as tp
-from torch_privacy.report import render as report
+from torch_privacy.runs.report import render as report
 
 STEPS, DELTA = 5, 1e-3
 

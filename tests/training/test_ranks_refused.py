@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from trainings import data, private_training
 
 import torch_privacy as tp
-from torch_privacy.noise import Noise
+from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.privacy import Ledger
 
 SHARDED_OR_NOT = pytest.mark.parametrize("how", ["layers", "ddp"])

@@ -25,11 +25,11 @@ from trainings import ZERO_OUT, cross_entropy, data, network, parameters_of, tra
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.cli import run
-from torch_privacy.report import render as report
-from torch_privacy.report import training_plots
-from torch_privacy.report.render import render
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import MOST_ROWS, Log
+from torch_privacy.runs.report import render as report
+from torch_privacy.runs.report import training_plots
+from torch_privacy.runs.report.render import render
 from torch_privacy.support.write_file import write_whole
 from torch_privacy.training import run_files
 

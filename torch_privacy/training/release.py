@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
 from .. import privacy
-from ..noise import KEY_BYTES, BandedNoise, InverseBandedNoise, Noise, TailNoise, key_from_test_seed
+from ..mechanisms.noise import KEY_BYTES, BandedNoise, InverseBandedNoise, Noise, TailNoise, key_from_test_seed
 from ..sampling.canaries import WithCanaries
 from ..sampling.owners import OwnerSampler
 from ..support.ranks import Ranks, RefusedTogether

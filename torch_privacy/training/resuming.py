@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, Literal
 
-from ..noise import is_made_here
+from ..mechanisms.noise import is_made_here
 from ..sampling.fingerprint import check_data_of_state, fingerprint_for_state
 from ..support.validate import Refused
 from ..support.warning import warn

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import privacy
 from ..mechanisms.base import Mechanism
+from ..mechanisms.noise import generators
 from ..model_check.requirements import TensorsOf, check_no_gradient_hooks
-from ..noise import generators
 from ..sampling.batches import Batches
 from ..sampling.canaries import WithCanaries
 from ..sampling.examples import Examples
