@@ -289,7 +289,7 @@ def test_a_settled_step_waits_for_the_gpu_twice(case):
             break
         places = Counter[str]()
         for (_, _, place), count in log.library_waits.items():
-            places[place.partition(":")[0]] += count if not place.startswith("noise") else 0
+            places[place.partition(":")[0]] += count if not place.startswith("mechanisms/noise") else 0
         found.append({place: count for place, count in places.items() if count})
     assert found[-1] == found[-2] == expected
 

@@ -157,7 +157,7 @@ def test_schedules_advance_once_per_release_also_for_empty_batches():
     assert_same(module, plain(9, schedule=by_step, expected_batch_size=0.7)[0])
     assert [rate for _, rate, _ in module.seen] == [0.5**step for step in range(1, 10)]
     assert [outputs.get("loss") is None for _, _, outputs in module.seen] == [
-        not len(fit.training._state.releases.indices(step)) for step in range(9)
+        not len(fit.training._state.releases.draws.indices(step)) for step in range(9)
     ]
 
 

@@ -98,7 +98,7 @@ class Resuming:
             "last_rehearsed": state.rehearsals.last_passed,
             "coupled": None if coupled is None else asdict(coupled),
             "noise_key": releases.noise.key.hex(),
-            "sampler_key": releases.sampler.key.hex(),
+            "sampler_key": releases.draws.sampler.key.hex(),
             "stop_reason": state.stop_reason,
             "ledger": setup.ledger.state_dict(),
             **({} if self._data is None else {"data": self._data}),

@@ -22,8 +22,8 @@ from ..runs.folder import RunFolder
 from ..runs.metrics import Log, Metrics, has_diverged
 from ..support.ranks import Ranks
 from ..support.validate import Refused, plain_number
+from .draws import Share
 from .listeners import Listener
-from .release import Share
 from .run_settings import LONGEST_NAME, name_of
 from .run_writer import fingerprint_in, size_of, write_page, write_run
 from .settings import TrainingSettings
