@@ -21,8 +21,8 @@ FLOORS = [  # from the top: what a user calls, down to what knows nothing of pri
     ["model_check"],
     ["jacobian"],
     ["ops"],
-    ["privacy"],
     ["data", "sampling"],
+    ["privacy"],
     ["support"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

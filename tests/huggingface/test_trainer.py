@@ -207,8 +207,8 @@ def test_mixed_precision_trains_as_the_plain_loop_with_a_prepared_model(tmp_path
 
 
 def test_budget_ends_the_training(tmp_path):
-    budget = tp.privacy.Budget(0.9, 1e-3)
-    trainer = trainer_of(tmp_path, bert(), encoded(), DataCollatorWithPadding(tokenizer()), QUICK | {"budget": budget})
+    examples = tp.Examples(encoded(), budget=tp.privacy.Budget(0.9, 1e-3))
+    trainer = trainer_of(tmp_path, bert(), examples, DataCollatorWithPadding(tokenizer()), QUICK)
     trainer.train()
     assert trainer.state.global_step == trainer.training.step_count == 2
     assert trainer.training.spent().epsilon.high <= 0.9

@@ -248,7 +248,7 @@ def test_a_training_that_stops_early_is_unfinished_until_it_is_written(tmp_path)
 
 def test_a_training_that_its_budget_stops_is_written(tmp_path):
     allowed = privacy.compose([(privacy.SubsampledGaussian(1.0, 8 / 40, ZERO_OUT), 4)]).epsilon_high(1e-3)
-    training = new(tmp_path, budget=privacy.Budget(allowed, 1e-3))
+    training = new(tmp_path, examples={"budget": privacy.Budget(allowed, 1e-3)})
     train(training)
     results = results_in(tmp_path)
     assert (results["num_steps_made"], results["privacy"]["num_steps"]) == (4, 4)

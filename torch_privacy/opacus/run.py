@@ -124,7 +124,7 @@ class OpacusRun:
                 del settings["target_epsilon"]
                 settings["noise_multiplier"] = made[-1]
                 settings["num_steps"] = plan.num_steps - len(made)
-                settings["budget"] = privacy.Budget(plan.target_epsilon, plan.delta)
+                self.examples = replace(self.examples, budget=privacy.Budget(plan.target_epsilon, plan.delta))
         self._settings = settings
         self.training, self._earlier = self._new_training(), earlier
 

@@ -40,8 +40,8 @@ class TrainingSettings:
     """Holds the arguments of a `PrivateTraining` that determine its releases and their price; see there for each.
 
     ``clipping`` is the rule of the first step; an adaptive rule changes later. ``noise_multiplier`` is None until it is
-    calibrated; with an `OwnNoise` it is the standard deviation over the sensitivity. ``views``, ``owners`` and
-    ``assume_independent`` are those of `Examples`.
+    calibrated; with an `OwnNoise` it is the standard deviation over the sensitivity. ``views``, ``owners``,
+    ``budget`` and ``assume_independent`` are those of `Examples`.
 
     Raises:
         ValueError: a number is out of range.
