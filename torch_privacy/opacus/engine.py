@@ -205,7 +205,6 @@ class PrivacyEngine(Checkpointing):
             max_grad_norm=bound,
             loss_reduction=given.loss_reduction,
             batch_first=given.batch_first,
-            open_ended=given.epochs is None,
         )
         self.accountant.runs.append(run)
         first, loader = given.module if given.wrap_model else Hooks(), PrivateLoader(run, loader)
