@@ -198,7 +198,7 @@ def test_number_of_steps_is_that_of_the_trainer(settings, num_steps):
 def test_a_budget_ends_the_training_and_no_step_is_counted_after_it():
     fit = PrivateFit(**PRIVACY)
     trainer = trainer_of(fit, max_epochs=3, min_epochs=3)
-    trainer.fit(Module(), tp.Examples(data().dataset, budget=tp.privacy.Budget(2.0, 1e-3)))
+    trainer.fit(Module(), tp.Examples(data(), budget=tp.privacy.Budget(2.0, 1e-3)))
     assert 0 < trainer.global_step == fit.training.step_count < 15
     assert fit.training.spent().epsilon.high <= 2.0
 

@@ -174,7 +174,7 @@ class Reporting:
             if model is not None:
                 check_alike(model, state.tensors.trained)
             setup.ledger.sync()  # refuses if another training has the folder
-        files.sum_ranks()
+        files.losses.sum_ranks()
         with ranks.communicating():
             weights = weights_of(setup.model if model is None else model, ranks)
 

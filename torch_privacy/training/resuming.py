@@ -102,7 +102,7 @@ class Resuming:
             "stop_reason": state.stop_reason,
             "ledger": setup.ledger.state_dict(),
             **({} if self._data is None else {"data": self._data}),
-            **({} if self.files is None else {"losses": self.files.read_losses().state_dict()}),
+            **({} if self.files is None else {"losses": self.files.losses.read().state_dict()}),
             **setup.mechanism.state(),
         }
 
@@ -127,7 +127,7 @@ class Resuming:
         state.step, state.num_non_finite = saved["step_count"], saved["num_non_finite"]
         setup.mechanism.load_state(saved)
         if self.files is not None:
-            self.files.load(saved.get("losses"))
+            self.files.losses.load(saved.get("losses"))
         state.rehearsals.load(saved, self._ranks.from_first(self.files and self.files.coupled()))
         state.guard.reset(saved.get("moved_otherwise", ""))
         state.stop_reason = saved.get("stop_reason")
