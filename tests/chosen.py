@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the tests that `make test` runs; `make thorough` runs the others.
+"""Chooses the tests that `make test` and `make thorough` run.
 
 Of a test with many cases, `make test` runs as few as have every value of every parameter, and at most MOST; but all of
 a test of refusals, which has "refuse" or "mistake" in its name. Marks say where that is wrong: `every_case` (each case
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
+from zlib import crc32
 
 import pytest
 
 MOST = 6
+MANY, SHARE = 100, 3  # cases of a test, from which on `make thorough` runs one of SHARE
 GOLDEN = 0.6180339887  # multiples of it, modulo 1, are spread evenly
 
 Values = set[tuple[str, Hashable]]
@@ -22,10 +24,25 @@ Values = set[tuple[str, Hashable]]
 
 def of_make_test(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Returns the tests that `make test` runs."""
+    return {case for cases in _by_test(items).values() for case in _chosen(cases)}
+
+
+def of_make_thorough(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Returns the tests that `make thorough` runs, of those that `make test` leaves out."""
+    return {case for test, cases in _by_test(items).items() for case in _share(test, cases)}
+
+
+def _by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
-    return {case for cases in tests.values() for case in _chosen(cases)}
+    return tests
+
+
+def _share(test: str, cases: list[pytest.Item]) -> list[pytest.Item]:
+    if len(cases) < MANY or cases[0].get_closest_marker("oracle"):
+        return cases
+    return cases[crc32(test.encode()) % SHARE :: SHARE]
 
 
 def is_thorough(test: object) -> bool:
