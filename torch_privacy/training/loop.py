@@ -282,16 +282,6 @@ class PrivateTraining(Reporting):
         """Returns the number of steps made so far; it does not change during rehearsals."""
         return self._state.step
 
-    @property
-    def num_non_finite(self) -> int:
-        """Returns how many examples were left out because of gradients that are not finite. Secret: an exact count."""
-        return self._state.num_non_finite
-
-    @property
-    def num_lost(self) -> int:
-        """Returns how many releases a resumed training could not repeat; the ledger counts them besides its steps."""
-        return self._state.releases.num_lost
-
     def __len__(self) -> int:
         """Returns the number of steps in all."""
         return self.settings.num_steps
