@@ -311,7 +311,7 @@ def embedding_bag(y: Tensor, *args: Any, **kwargs: Any) -> Iterator[Use]:
     weights = None if given.per_sample_weights is None else given.per_sample_weights.reshape(-1)
     bags = Bags(input.reshape(-1), _offsets(input, given.offsets, given.include_last_offset), padding_idx, weights)
     yield LargestUse(weight, bags, False) if given.mode == "max" else BagUse(weight, bags, given.mode == "mean")
-    if weights is not None and input.ndim == 2:
+    if given.per_sample_weights is not None and input.ndim == 2:
         yield BagWeightUse(given.per_sample_weights, weight, bags)
 
 

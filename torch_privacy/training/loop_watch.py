@@ -283,7 +283,7 @@ class _Runs:
         def matters(answers: Answers) -> bool:
             return self._moves(answers, original)
 
-        search = CauseSearch(lambda others: self._turn(others, rows=rows), matters)
+        search = CauseSearch[_Other](lambda others: self._turn(others, rows=rows), matters)
         return (yield from search.among(grouped(self._others)))
 
     def _check_rows(self, culprits: list[list[_Other]], original: Answers, *, rows: bool) -> Script:
