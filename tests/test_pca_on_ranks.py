@@ -17,7 +17,7 @@ from gloo_pool import Pool
 from scipy.sparse import csr_array
 
 import torch_privacy as tp
-from torch_privacy.noise import Noise
+from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.sampling.samplers import PoissonSampler
 from torch_privacy.support.ranks import Ranks
 from torch_privacy.training import pca as pca_module

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy import privacy
-from torch_privacy.report import render as report
+from torch_privacy.runs.report import render as report
 from torch_privacy.sklearn import PrivateClassifier, PrivateRegressor, PublicScaler
 from torch_privacy.sklearn.classes import find_classes
 

@@ -670,7 +670,7 @@ def test_a_condition_that_one_example_decides_is_refused_when_it_is_true(number)
     training = program.training(num_steps=20)
     with pytest.raises(tp.Refused, match=DEPEND):
         program.run(training)
-    assert not any(number in training._state.releases.indices(step) for step in range(training.step_count))
+    assert not any(number in training._state.releases.draws.indices(step) for step in range(training.step_count))
 
 
 def test_examples_mixed_in_a_large_tensor_are_refused():

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from ..support.validate import Refused
+from ...support.validate import Refused
 from .chunks import Chunk, Part, chunks_of, copy
 from .gaussian import Noise
 from .grid import add_on_device, grid_unit
