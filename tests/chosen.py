@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the tests that `make test` and `make thorough` run.
 
-Of a test with many cases, `make test` runs as few as have every value of every parameter, and at most MOST; but all of
-a test of refusals, which has "refuse" or "mistake" in its name. Marks say where that is wrong: `every_case` (each case
-is a promise of its own), `thorough` (no case is needed, because other tests show nearly the same sooner) and
-`thorough(but=2)` (two cases are enough).
+Of a test with many cases, `make test` runs as few as have every value of every parameter, and at most MOST; one, if it
+needs several processes; but all of a test of refusals, which has "refuse" or "mistake" in its name. Marks say where
+that is wrong: `every_case` (each case is a promise of its own), `thorough` (no case is needed, because other tests show
+nearly the same sooner) and `thorough(but=2)` (two cases are enough).
+
+`make thorough` runs the others. Many tests have the same list of some hundred models. Of each, but for those marked
+`oracle`, it runs every third case, from another one for each test: a model meets a third of the tests, and a test a
+third of the models. ``--all`` runs every case.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from zlib import crc32
 
 import pytest
 
-MOST = 6
+MOST = 4
+OF_RANKS = 1  # cases of a test that needs several processes
 MANY, SHARE = 100, 3  # cases of a test, from which on `make thorough` runs one of SHARE
 GOLDEN = 0.6180339887  # multiples of it, modulo 1, are spread evenly
 
@@ -55,11 +60,18 @@ def _chosen(cases: list[pytest.Item]) -> list[pytest.Item]:
     few = [case for case in cases if not any(mark.name == "thorough" for mark in _marks_of_parameters(case))]
     limits = [mark.kwargs.get("but", 0) for case in few[:1] for mark in case.iter_markers("thorough")]
     is_refusal = "refuse" in cases[0].name or "mistake" in cases[0].name
+    if needs_ranks(cases[0]):
+        limits.append(OF_RANKS)
     if not limits and (is_refusal or cases[0].get_closest_marker("every_case")):
         return few
-    most = min([*limits, MOST])
+    most = min(limits, default=MOST)
     spread = sorted(range(len(few)), key=lambda number: number * GOLDEN % 1)
     return _covering([(few[number], _values(few[number])) for number in spread], most)
+
+
+def needs_ranks(case: pytest.Item) -> bool:
+    """True if a test runs in a pool of processes, where each case costs as much as several in one."""
+    return not {"ranks2", "ranks4"}.isdisjoint(getattr(case, "fixturenames", ()))
 
 
 def _covering(cases: list[tuple[pytest.Item, Values]], most: int) -> list[pytest.Item]:

@@ -154,7 +154,7 @@ def test_noise_is_symmetric_and_isotropic_in_the_frobenius_norm():
     assert above.std() == pytest.approx(1, abs=4 / (2 * len(above)) ** 0.5)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", ["one entry", "all equal", "random"])
 def test_noise_hides_every_direction_of_change_alike(row):
     """⟨Z, uuᵀ⟩ is standard normal for each unit u, so neighbors are as hard to distinguish as in a Gaussian release."""

@@ -284,6 +284,7 @@ def test_what_scikit_learn_offers_elsewhere_is_refused():
         PrivateRegressor(**QUICK).fit(x, y)
 
 
+@pytest.mark.thorough
 def test_digits_are_learned_at_epsilon_2():
     x, y = load_digits(return_X_y=True)
     fitted = PrivateClassifier(bounds=(0, 16), classes=range(10), refits="separate", random_state=0)

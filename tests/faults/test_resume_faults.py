@@ -197,6 +197,7 @@ def test_a_limit_on_epsilon_holds_with_the_lost_steps(tmp_path, new_process, lim
     assert (last.step_count, len(last.ledger)) == (4, 6)
 
 
+@pytest.mark.thorough
 def test_crash_after_crash_on_changing_machines(tmp_path, witness, new_process):
     """The state is that of step 2 every time: the new keys of each process are lost with it."""
     first = witness.watch(secret_training(run_folder=tmp_path, num_steps=20))

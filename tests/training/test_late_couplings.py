@@ -342,6 +342,7 @@ def test_lists_with_an_entry_for_each_example_are_not_new_code(func, is_same):
     assert (found[0] == found[1]) == is_same
 
 
+@pytest.mark.thorough
 def test_paths_that_are_always_new_are_warned_of_once():
     _, run = training_of(lambda t, m, h: h * 2.0 ** (8 * t.step_count), num_steps=30)
     with pytest.warns(UserWarning, match="of the last [0-9]+ batches ran.*New now: the size of a number") as warned:

@@ -300,7 +300,7 @@ def test_a_divisor_that_depends_on_the_batch_is_caught(planted: bool, monkeypatc
     assert result.is_rejected == planted, result.p_value
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("planted", [False, True], ids=["honest", "planted"])
 def test_one_key_for_two_runs_is_caught(planted: bool):
     settings = {"expected_batch_size": 2, "num_steps": 100, "noise_multiplier": 2.0}

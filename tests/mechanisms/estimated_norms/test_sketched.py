@@ -626,6 +626,7 @@ def test_random_numbers_of_the_user_are_the_same_as_without_projections():
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.thorough
 def test_prefetched_tangents_change_nothing(monkeypatch):
     """Estimates are the same whether tangents are computed before the forward or after it."""
     initial, prefetched = nn.Sequential(small(), nn.Dropout(0.5), nn.Linear(2, 2)), []

@@ -24,6 +24,7 @@ def parsed(page):
     return links
 
 
+@pytest.mark.thorough
 def test_report_fetches_nothing(page, parsed):
     assert all(address.startswith("#") for address in parsed.addresses)
     assert not {"script", "link", "img", "iframe"} & parsed.tags
