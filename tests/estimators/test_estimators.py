@@ -95,6 +95,7 @@ def test_squared_errors_are_of_targets_scaled_by_their_bounds():
     assert fitted.predict(1e9 * x).max() <= 10
 
 
+@pytest.mark.thorough
 def test_statement_says_what_was_public():
     x, y = data()
     fitted = classifier(test_seed=None).fit(x, y)

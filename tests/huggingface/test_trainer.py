@@ -169,6 +169,7 @@ def test_steps_of_epochs_are_counted_in_whole_numbers(tmp_path):
     assert trainer.training.settings.performance.microbatch_size == 4
 
 
+@pytest.mark.thorough
 def test_whole_epochs_are_those_of_the_plain_loop(tmp_path):
     """Of 60 examples; the mean batch size is moved from 29.5 to 30."""
     collator, privacy = DataCollatorWithPadding(tokenizer()), QUICK | {"expected_batch_size": 29.5}

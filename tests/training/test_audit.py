@@ -293,6 +293,7 @@ def test_every_kind_of_step_can_be_audited(settings: dict[str, Any], score: str)
     assert not audit.is_rejected
 
 
+@pytest.mark.thorough
 def test_the_training_itself_is_the_same_with_and_without_the_observer():
     coins = np.arange(30) % 2 == 0
     plain, watched = Trainer(), Trainer()

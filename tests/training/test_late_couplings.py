@@ -350,6 +350,7 @@ def test_paths_that_are_always_new_are_warned_of_once():
     assert len([one for one in warned if "was rehearsed" in str(one.message)]) == 1
 
 
+@pytest.mark.thorough
 def test_a_warning_of_new_code_names_the_call():
     space = {}
     for k in range(30):

@@ -83,6 +83,7 @@ def test_any_memory_budget_gives_the_same_training(case):
     assert all((result - results[0]).abs().max() < 1e-9 for result in results)
 
 
+@pytest.mark.thorough
 def test_memory_budget_decides_what_is_kept(monkeypatch):
     """Rows that are kept and rows that are recomputed differ only by rounding; with noise they lie on one grid."""
     x = torch.randn(N, 9, 16)

@@ -426,6 +426,7 @@ def test_epsilon_is_above_that_of_exact_norms_and_converges_to_it():
     assert away[1] < away[0] / 8
 
 
+@pytest.mark.thorough
 def test_a_target_epsilon_takes_more_noise_than_exact_norms_need():
     training = training_of(small(), sketched(32), delta=1e-3, noise_multiplier=None, target_epsilon=2.0)
     exact = tp.privacy.calibrate(2.0, 1e-3, sampling_probability=0.2, num_steps=4)

@@ -87,6 +87,7 @@ def test_two_bins_enclose_the_quadrature_of_the_mixture(noise):
     assert high - low < 2e-4
 
 
+@pytest.mark.thorough
 def test_an_epoch_agrees_with_a_simulation():
     """Of the ratio under P, where one bin, say the first, has the example."""
     noise, num_bins, delta, rng = 0.8, 20, 1e-2, np.random.default_rng(0)
@@ -282,6 +283,7 @@ def test_an_epoch_has_the_noise_of_its_batches():
         privacy.in_bins(privacy.SubsampledJL(1.0, 32, 0.1), 10)
 
 
+@pytest.mark.thorough
 def test_exactly_k_of_t_steps_cost_no_more_than_k_epochs():
     """By simulation; the likelihood ratio is an elementary symmetric polynomial over its mean."""
     noise, k, t, draws = 0.6, 3, 15, 100_000
