@@ -15,7 +15,7 @@ from ..jacobian.parallel.shards import whole_losses
 from ..jacobian.recording.paths import check_losses
 from ..jacobian.tape import Tape
 from ..mechanisms.sums import Recording, Summation
-from ..model_check.rehearsal.row_digests import RowAnswers
+from ..model_check.rehearsal.row_digests import RowAnswers, direction
 from ..model_check.rehearsal.turn import Answers, Turn
 from ..sampling.batches import BatchRequest
 from ..sampling.owners import OwnerSampler
@@ -343,6 +343,7 @@ class StepRun:
                 may_miss=reached.may_miss(tape.parameters) if is_alone else tape.parameters,
                 memory_budget=self._setup.settings.performance.memory_budget,
                 observe=None if rows is None else rows.take,
+                observe_on=direction,
             )
         summation.check_bound()
         reached.note(tape.reached, tape.used_otherwise if isinstance(tape, Tape) else reached.padding.keys())
