@@ -9,7 +9,7 @@ import pytest
 
 from torch_privacy import privacy
 from torch_privacy.privacy import tradeoff
-from torch_privacy.privacy.gaussian_filter import GaussianFilter
+from torch_privacy.privacy.gaussian_filter import GaussianFilter, delta_low
 
 RELATION = privacy.NeighboringRelation.ADD_OR_REMOVE_ONE
 
@@ -133,3 +133,16 @@ def test_points_on_the_curve_do_not_bound_the_chord_between_them():
         points = np.asarray(epsilons, float)
         deltas = (1 - 1e-4) * np.asarray(curve.delta(points))  # below the curve of the whole budget
         assert bounded._dominates(1.0, points, deltas) is holds
+
+
+def test_rounding_never_lifts_the_curve_of_a_small_share():
+    """Against 50 digits: down to μ = 1e-9, where the two parts of δ agree in nine digits."""
+    mp = pytest.importorskip("mpmath")
+    with mp.workdps(50):
+        for mu in np.geomspace(1e-9, 30, 40):
+            epsilons = mu * np.array([0.0, 0.1, 0.5, 1.0, 2.0, 4.0, 6.0, 8.0])
+            for epsilon, found in zip(epsilons, delta_low(float(mu), epsilons), strict=True):
+                e, m = mp.mpf(float(epsilon)), mp.mpf(float(mu))
+                exact = mp.ncdf(m / 2 - e / m) - mp.exp(e) * mp.ncdf(-m / 2 - e / m)
+                assert found <= exact
+                assert mu < 1e-3 or found >= exact * (1 - 1e-8)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torch_privacy import privacy, tables
-from torch_privacy.noise import Noise
+from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.tables import Column, Schema
 from torch_privacy.tables.synthesis import Run, Settings, plan
 from torch_privacy.tables.synthesis.cells import BINS, Grid

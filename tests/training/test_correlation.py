@@ -25,7 +25,7 @@ from trainings import (
 
 import torch_privacy as tp
 from torch_privacy import privacy
-from torch_privacy.noise import Noise
+from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.training import release
 
 BANDED = {"correlation": tp.Banded(3), "expected_batch_size": 8, "num_steps": 11}
@@ -209,7 +209,7 @@ def test_under_new_keys_noise_classes_and_groups_begin_anew(monkeypatch):
 
 def test_a_budget_stops_before_the_group_that_would_exceed_it():
     budget = privacy.Budget(priced((privacy.SubsampledGaussian(1.0, 0.6), 2)).high + 1e-9, DELTA)
-    training, again = (training_of(**BANDED, budget=budget) for _ in range(2))
+    training, again = (training_of(**BANDED, examples={"budget": budget}) for _ in range(2))
     train(training, steps=4)
     again.load_state_dict(copy.deepcopy(training.state_dict()))
     again.model.load_state_dict(training.model.state_dict())

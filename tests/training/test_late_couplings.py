@@ -342,6 +342,7 @@ def test_lists_with_an_entry_for_each_example_are_not_new_code(func, is_same):
     assert (found[0] == found[1]) == is_same
 
 
+@pytest.mark.thorough
 def test_paths_that_are_always_new_are_warned_of_once():
     _, run = training_of(lambda t, m, h: h * 2.0 ** (8 * t.step_count), num_steps=30)
     with pytest.warns(UserWarning, match="of the last [0-9]+ batches ran.*New now: the size of a number") as warned:
@@ -349,6 +350,7 @@ def test_paths_that_are_always_new_are_warned_of_once():
     assert len([one for one in warned if "was rehearsed" in str(one.message)]) == 1
 
 
+@pytest.mark.thorough
 def test_a_warning_of_new_code_names_the_call():
     space = {}
     for k in range(30):

@@ -43,7 +43,7 @@ MOST_LOST = 20  # categories named of a column
 
 @dataclass(frozen=True)
 class Judgement:
-    """What synthetic rows keep of the real rows that they were learnt from. All of it is exact, so it is for the owner.
+    """Holds what synthetic rows keep of the real rows they were learnt from; it is exact, so it is for the owner.
 
     Args:
         one_way: column -> total variation distance of its values between synthetic and real rows, in [0, 1].

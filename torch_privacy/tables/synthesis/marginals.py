@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...mechanisms.base import PRICED_ROUNDING
-from ...noise import Noise
+from ...mechanisms.noise import Noise
 from ..mechanisms import part_of_opendp
 from .cells import Codes
 from .chain import Chain, marginal

@@ -61,7 +61,7 @@ class NetworkTraining:
         self.training = PrivateTraining(
             self.network,
             self._optimizer,
-            Examples(rows, **(owners or {})) if data is None else data,
+            Examples(rows, budget=budget, **(owners or {})) if data is None else data,
             expected_batch_size=found.expected_batch_size,
             num_steps=found.num_steps,
             sampling=Poisson(),
@@ -69,7 +69,6 @@ class NetworkTraining:
             noise_multiplier=noise_multiplier,
             delta=found.delta,
             prior_releases=prior,
-            budget=budget,
             run_folder=folder,
         )
         self._average = MovingAverage(self.network, self._optimizer, found.average)

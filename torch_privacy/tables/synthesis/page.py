@@ -11,10 +11,10 @@ import numpy as np
 
 from ...privacy import Profile
 from ...privacy.rounding import round_up
-from ...report import audit as audit_section
-from ...report import html
-from ...report.style import PAGE_STYLE
-from ...report.training_plots import FIRST, SECOND, as_svg, new_axes
+from ...runs.report import audit as audit_section
+from ...runs.report import html
+from ...runs.report.style import PAGE_STYLE
+from ...runs.report.training_plots import FIRST, SECOND, as_svg, new_axes
 from .judge import Judgement
 
 WORST = 10  # pairs in the table

@@ -93,7 +93,7 @@ def counted(releases: list[Release]) -> Counted:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run may release: a function of its settings, the declared schema and the number of rows or persons alone.
+    """Holds what a run may release: it follows from settings, declared schema and number of rows or persons alone.
 
     Args:
         settings: of the run.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ... import privacy
-from ...noise import generators
+from ...mechanisms.noise import generators
 from ...privacy.events.base import releases_to_json
 from ...privacy.spent import ALWAYS_PUBLIC, NEVER_COVERED
 from ...privacy.summary import attacker_as_json

@@ -6,10 +6,10 @@ from run_folders import EVENTS, ROWS, Links, write_run
 
 from torch_privacy.privacy.rounding import round_down, round_up
 from torch_privacy.privacy.summary import compose_steps, equal_releases, privacy_lines, summarize
-from torch_privacy.report import style, training_plots
-from torch_privacy.report.render import render
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import Measure, Metrics
+from torch_privacy.runs.report import style, training_plots
+from torch_privacy.runs.report.render import render
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,7 @@ def parsed(page):
     return links
 
 
+@pytest.mark.thorough
 def test_report_fetches_nothing(page, parsed):
     assert all(address.startswith("#") for address in parsed.addresses)
     assert not {"script", "link", "img", "iframe"} & parsed.tags

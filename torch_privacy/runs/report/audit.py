@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from torch_privacy.privacy.rounding import round_down, round_up
-from torch_privacy.report import html
-from torch_privacy.report.style import PAGE_FAINT, PAGE_INK
-from torch_privacy.report.training_plots import FIRST, SECOND, as_svg, new_axes
+from torch_privacy.runs.report import html
+from torch_privacy.runs.report.style import PAGE_FAINT, PAGE_INK
+from torch_privacy.runs.report.training_plots import FIRST, SECOND, as_svg, new_axes
 
 WORDS = (
     "Fair coins put the canaries into the data of one training, or left them out; an attack guessed the coins. "

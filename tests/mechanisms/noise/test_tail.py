@@ -11,9 +11,9 @@ from scipy import stats
 from scipy.special import ndtri
 
 import torch_privacy as tp
-from torch_privacy.noise import Noise, TailNoise, grid_unit
-from torch_privacy.noise.keystream import Keystream
-from torch_privacy.noise.tail import SMALLEST_TAIL
+from torch_privacy.mechanisms.noise import Noise, TailNoise, grid_unit
+from torch_privacy.mechanisms.noise.keystream import Keystream
+from torch_privacy.mechanisms.noise.tail import SMALLEST_TAIL
 
 KEY = bytes(range(32))
 LAWS = {  # the inverse of the tail, and scipy's law

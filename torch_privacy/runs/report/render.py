@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch_privacy.privacy.rounding import round_down, round_up
 from torch_privacy.privacy.summary import FALSE_POSITIVES, privacy_lines
-from torch_privacy.report import audit, html, training_plots, words
-from torch_privacy.report.training_plots import NOT_PRIVATE, Training
 from torch_privacy.runs import table
 from torch_privacy.runs.folder import NO_DIGESTS
+from torch_privacy.runs.report import audit, html, training_plots, words
+from torch_privacy.runs.report.training_plots import NOT_PRIVATE, Training
 from torch_privacy.runs.rows import folder_name, rows_folder
 from torch_privacy.support.read_file import read_bytes
 

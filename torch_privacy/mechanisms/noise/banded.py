@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..support.validate import whole
+from ...support.validate import whole
 from .chunks import places_of
 from .gaussian import Noise, checked_stddev, has_generator
 from .grid import add_on_device, grid_unit

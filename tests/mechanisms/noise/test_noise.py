@@ -8,8 +8,8 @@ import pytest
 import torch
 from scipy import stats
 
-from torch_privacy.noise import Noise, key_from_test_seed
-from torch_privacy.noise.ziggurat import edges
+from torch_privacy.mechanisms.noise import Noise, key_from_test_seed
+from torch_privacy.mechanisms.noise.ziggurat import edges
 
 MILLION = 10**6
 DRAWS = {  # the same million numbers, in differently shaped tensors

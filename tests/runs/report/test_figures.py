@@ -4,7 +4,7 @@ import re
 import numpy as np
 import pytest
 
-from torch_privacy.report import figures
+from torch_privacy.runs.report import figures
 
 
 @pytest.mark.parametrize("number", [1, 7, 13])

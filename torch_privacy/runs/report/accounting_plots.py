@@ -10,7 +10,7 @@ from torch_privacy import privacy
 from torch_privacy.privacy.comparison import Claim
 from torch_privacy.privacy.rounding import round_down, round_up, scientific
 from torch_privacy.privacy.summary import Releases, compose_steps, equal_steps, limit_of, moments_or_none
-from torch_privacy.report import figures
+from torch_privacy.runs.report import figures
 
 TANGENT_DELTA = 1e-5  # delta of the (epsilon, delta) drawn next to a trade-off curve
 

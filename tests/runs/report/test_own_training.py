@@ -14,11 +14,11 @@ from torch_privacy import privacy
 from torch_privacy.cli import run
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.privacy.summary import equal_releases
-from torch_privacy.report import training_plots
-from torch_privacy.report.render import render
-from torch_privacy.report.training_plots import NOT_PRIVATE
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import Metrics
+from torch_privacy.runs.report import training_plots
+from torch_privacy.runs.report.render import render
+from torch_privacy.runs.report.training_plots import NOT_PRIVATE
 
 PROFILE = privacy.compose(equal_releases(*EVENTS))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.linalg import toeplitz
 
-from torch_privacy.noise import BandedNoise, InverseBandedNoise, Noise, grid_unit
+from torch_privacy.mechanisms.noise import BandedNoise, InverseBandedNoise, Noise, grid_unit
 
 KEY = bytes(range(32))
 COEFFICIENTS = (0.8, 0.5, 0.2, 0.1)

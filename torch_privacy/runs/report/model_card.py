@@ -10,9 +10,9 @@ from pathlib import Path
 
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.privacy.summary import attacker_lines, privacy_lines
-from torch_privacy.report import words
-from torch_privacy.report.training_plots import Training
 from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.report import words
+from torch_privacy.runs.report.training_plots import Training
 
 TAG = "differential-privacy"
 MARKED = re.compile(r"([\\`*_{}\[\]<>#|~&])")  # characters with a meaning in Markdown

@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, LogFormatterMathtext
 
-from ..privacy.bracket import Array, Bracket
-from ..privacy.tradeoff import TradeOff
+from ...privacy.bracket import Array, Bracket
+from ...privacy.tradeoff import TradeOff
 from .style import FILE_COLORS, FILE_FAINT, FILE_INK, FILE_STYLE
 
 FORMATS = ("svg", "png", "pdf")

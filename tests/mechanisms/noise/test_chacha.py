@@ -9,8 +9,8 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from scipy import stats
 
-from torch_privacy.noise import Noise, gaussian, generators, grid_unit
-from torch_privacy.noise.chacha import DeviceNormals, box_muller, chacha20
+from torch_privacy.mechanisms.noise import Noise, gaussian, generators, grid_unit
+from torch_privacy.mechanisms.noise.chacha import DeviceNormals, box_muller, chacha20
 
 CPU = torch.device("cpu")
 VECTORS = {  # RFC 8439: key, nonce, counter, key stream

@@ -2,12 +2,12 @@
 """Provides noise of any symmetric law that has a density, from the inverse of its tail.
 
 A number needs two words of the keystream: 111 bits for its tail, one for its sign, and 16 for a **jitter** of whole
-units of the grid. The tail, a float64, has a relative error of 2^-53 down to 2^-58, so that large numbers are drawn as
-finely as small ones. The rounding of ``magnitude`` still shifts the border between two points of the grid, by about
-1e-16 / 2^-32 of their distance. The jitter spreads each number over 2^16 points, where these errors are smaller by that
-factor. It is independent of everything, so that the noise with jitter reveals no more than the noise without it; it is
-2^-18 standard deviations large. So an error of 1e-12 standard deviations in ``magnitude`` changes the probability of a
-point of the grid by about 1e-7, which `mechanisms.base.noise_factors` covers.
+units of the grid. The tail, a float64, has a relative error of at most 2^-52, and none below 2^-59, so that large
+numbers are drawn as finely as small ones. The rounding of ``magnitude`` still shifts the border between two points of
+the grid, by about 1e-16 / 2^-32 of their distance. The jitter spreads each number over 2^16 points, where these errors
+are smaller by that factor. It is independent of everything, so that the noise with jitter reveals no more than the
+noise without it; it is 2^-18 standard deviations large. So an error of 1e-12 standard deviations in ``magnitude``
+changes the probability of a point of the grid by about 1e-7, which `mechanisms.base.noise_factors` covers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from ..support.validate import Refused
+from ...support.validate import Refused
 from .chunks import Chunk, Part, chunks_of, copy
 from .gaussian import Noise
 from .grid import add_on_device, grid_unit

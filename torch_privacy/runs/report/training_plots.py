@@ -25,10 +25,10 @@ from torch_privacy.privacy.summary import (
     releases_from_json,
     summarize,
 )
-from torch_privacy.report.style import PAGE_COLORS, PAGE_FAINT, PAGE_INK, PAGE_STYLE, PAGE_VARIABLES
 from torch_privacy.runs.agreement import check_ledger
 from torch_privacy.runs.folder import NO_DIGESTS
 from torch_privacy.runs.metrics import Measure, Metrics
+from torch_privacy.runs.report.style import PAGE_COLORS, PAGE_FAINT, PAGE_INK, PAGE_STYLE, PAGE_VARIABLES
 
 if TYPE_CHECKING:
     from torch_privacy.runs.folder import RunFolder

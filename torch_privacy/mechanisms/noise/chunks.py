@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..support.validate import quoted, whole
+from ...support.validate import quoted, whole
 
 MAX_PLACE = 2**47 - 1
 

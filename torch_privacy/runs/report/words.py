@@ -8,8 +8,8 @@ import math
 
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.privacy.summary import percent
-from torch_privacy.report import html
-from torch_privacy.report.training_plots import Training
+from torch_privacy.runs.report import html
+from torch_privacy.runs.report.training_plots import Training
 from torch_privacy.support.units import ONE_EXAMPLE, plural
 
 RATES = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.5)  # of false alarms

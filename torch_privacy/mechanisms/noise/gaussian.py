@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from ..support.validate import whole
+from ...support.validate import whole
 from .chacha import DeviceNormals
 from .chunks import Part, places_of
 from .grid import MIN_STDDEV
