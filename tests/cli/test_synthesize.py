@@ -38,6 +38,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_rows_and_page_are_made_and_more_rows_are_drawn(folder, capsys):
     made = "--epsilon 3 --generator mst --schema schema.toml --rows 50 --out fake.csv --run r --json --audit 100"
     assert run(["synthesize", "people.csv", *made.split()]) == 0

@@ -140,6 +140,7 @@ def test_the_price_is_that_of_dp_accounting(generator):
     assert rho == pytest.approx(0.5 / 3.0**2)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("generator", plan.GENERATORS)
 def test_everything_together_keeps_to_epsilon(generator):
     planned = plan.Plan(settings(generator), Schema((*SCHEMA.columns[:1], Column("job", "learn")), ""), 400)
@@ -206,6 +207,7 @@ def test_a_choice_has_the_chances_of_its_event():
 # Runs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("generator", plan.GENERATORS)
 def test_a_run_that_was_stopped_goes_on_and_nothing_is_paid_twice(generator, tmp_path):
     run = Run(tmp_path / "run", people(), SCHEMA, settings(generator))
@@ -252,6 +254,7 @@ def test_a_release_that_was_lost_after_the_ledger_is_made_again_with_the_same_no
     assert len(privacy.Ledger.read(run.folder.ledger)) == 4  # counts, two choices, the chosen: none is paid twice
 
 
+@pytest.mark.thorough
 def test_owners_are_capped_and_priced_as_persons(tmp_path):
     owners = np.repeat(np.arange(200), 2)
     run = Run(tmp_path / "run", people(), SCHEMA, settings("mst", per_owner=1, unit="person"), owners=owners)
@@ -274,6 +277,7 @@ def test_a_run_draws_from_the_budget_of_the_data(tmp_path):
     assert not (tmp_path / "second").exists()
 
 
+@pytest.mark.thorough
 def test_all_is_learnt_privately_and_what_cannot_be_is_said(tmp_path):
     frame = people(2000)
     frame["notes"] = [f"met on day {i}, said {i * 7}" for i in range(len(frame))]
