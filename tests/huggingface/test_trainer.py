@@ -83,6 +83,8 @@ def test_weights_are_those_of_the_plain_loop(case, tmp_path):
     before = weights(model)
     trainer.train()
     other.config.use_cache = False  # as the Trainer does
+    if "activation_checkpointing" in settings:  # which takes other methods, so that the last bits differ
+        other.gradient_checkpointing_enable({"use_reentrant": False})
     plain = data.remove_columns("text") if isinstance(data, Dataset) else data
     settings = {name: value for name, value in settings.items() if name == "max_steps"}
     expected = plainly_trained(tmp_path, other, plain, collator, privacy, **{"max_steps": 2} | settings)

@@ -282,7 +282,7 @@ def test_a_divisor_that_depends_on_the_batch_is_caught(planted: bool, monkeypatc
 
         def changed(self: Releases, step: int, sums: Any, stddevs: Any, places: Any = None) -> None:
             for total in sums.values():
-                total.mul_(4 / max(len(self.indices(step)), 1))
+                total.mul_(4 / max(len(self.draws.indices(step)), 1))
             release(self, step, sums, stddevs, places)
 
         monkeypatch.setattr(Releases, "release", changed)
