@@ -11,7 +11,6 @@ import pytest
 from torch_privacy.cli import run
 from torch_privacy.runs.verify import verify
 
-pytest.importorskip("opendp")
 SCHEMA = """
 target = "income"
 task = "classification"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests adapters on frozen bases in 4 and 8 bits, packed sequences, and what users are told that Opacus cannot do."""
+"""Tests adapters on frozen bases in 4 and 8 bits, packed sequences, and what Opacus cannot train."""
 
 import copy
 
+import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from parts import own_batches
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from trainings import N, training_of
 
 import torch_privacy as tp
@@ -41,14 +43,12 @@ class Adapted(nn.Module):
 
 
 def quantized_by_torchao(layer: nn.Linear) -> nn.Module:
-    torchao = pytest.importorskip("torchao.quantization", reason="torchao is no requirement of the tests: it is large")
     model = nn.Sequential(layer)
-    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    quantize_(model, Int8WeightOnlyConfig())
     return model.requires_grad_(False)
 
 
 def quantized_by_bitsandbytes(layer: nn.Linear, bits: int) -> nn.Module:
-    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is no requirement of the tests: it is large")
     if bits == 4:
         new = bnb.nn.Linear4bit(layer.in_features, layer.out_features, compute_dtype=torch.float32, quant_type="nf4")
     else:
@@ -102,6 +102,19 @@ def test_training_of_adapters_on_a_quantized_base(base):
     assert training.step_count == 3
     trained = [p for p in model.parameters() if p.requires_grad]
     assert all(not torch.equal(old, new) for old, new in zip(before, trained, strict=True))
+
+
+def test_training_on_a_base_that_changes_in_the_forward_is_refused():
+    model = adapted_model("bitsandbytes, 8 bits")
+    training = training_of(model, TensorDataset(torch.randn(N, 5, 64)), num_steps=3)
+
+    def train():
+        for (x,) in training:
+            training.step(squares(model, x))
+
+    with pytest.raises(tp.Refused, match="SCB"):
+        train()
+    assert len(training.ledger) == 0
 
 
 class Reader(nn.Module):

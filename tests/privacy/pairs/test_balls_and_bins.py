@@ -4,6 +4,7 @@
 import itertools
 import math
 
+import mpmath as mp
 import numpy as np
 import pytest
 from scipy.integrate import quad
@@ -140,7 +141,6 @@ def test_both_laws_have_the_mass_and_the_mean_of_the_sum_and_enclose_its_varianc
 @pytest.mark.parametrize("noise", [0.25, 0.6, 3.0, 3.3, 50.0, 1e6])
 def test_cells_have_mass_and_mean_to_the_error_that_is_priced(noise):
     """Against 60 digits, from the lowest cells to the highest ones."""
-    mp = pytest.importorskip("mpmath")
     law = Merged.of_one(noise)
     places = balls_and_bins.places_of(balls_and_bins.num_octaves_of(law.mass))
     left, right = balls_and_bins._cells(noise, law.center, law.base, law.step, places)

@@ -307,7 +307,7 @@ def _of_merging(error: float, adding: float) -> tuple[float, float]:
 
 
 def _center(sigma: float, count: int) -> int:
-    """Returns the mean of a sum whose deviation is small against it, else 0, from where places are counted."""
+    """Returns the origin of the places: the mean of the sum if the deviation is small against it, else 0."""
     return count if math.sqrt(count * math.expm1(sigma**-2)) <= WIDE * count else 0
 
 

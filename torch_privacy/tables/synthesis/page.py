@@ -144,6 +144,7 @@ def _pairs_plot(found: Judgement) -> str:
     with matplotlib.rc_context(PAGE_STYLE):
         axes.hist([100 * value for value in found.two_way.values()], bins=20, color=FIRST)
         axes.axvline(100 * found.sampling, color="#020202", linestyle="--", linewidth=1.2)
+        axes.yaxis.get_major_locator().set_params(integer=True)
         axes.set_xlim(left=0)
     return as_svg(figure)
 
@@ -155,9 +156,8 @@ def _scores_plot(found: Judgement) -> str:
     values = [found.scores[name] * (100 if is_share else 1) for name in names]
     with matplotlib.rc_context(PAGE_STYLE):
         figure.set_size_inches(6.4, 2.0)
-        axes.barh(names, values, color=[SECOND if name == "synthetic rows" else FIRST for name in names])
-        for place, value in enumerate(values):
-            axes.text(value, place, f" {value:.1f}" if is_share else f" {value:.4g}", va="center")
+        bars = axes.barh(names, values, color=[SECOND if name == "synthetic rows" else FIRST for name in names])
+        axes.bar_label(bars, fmt="{:.1f}" if is_share else "{:.4g}", padding=4)
         axes.set_xlim(0, max(values) * 1.15)
     return as_svg(figure)
 
