@@ -261,7 +261,7 @@ PICTURES = {
 HEADS = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", PICTURES)
 def test_plot_draws_the_same_picture_each_time_and_changes_no_answer(command, tmp_path, capsys):
     assert run([*PICTURES[command], "--json"]) == 0

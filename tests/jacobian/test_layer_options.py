@@ -215,6 +215,7 @@ def recurrent(layer: nn.RNNBase, packed: bool, states: bool) -> nn.Module:
     return model
 
 
+@pytest.mark.thorough
 @draws(40)
 @given(
     n=BATCHES,

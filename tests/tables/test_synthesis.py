@@ -140,7 +140,7 @@ def test_the_price_is_that_of_dp_accounting(generator):
     assert rho == pytest.approx(0.5 / 3.0**2)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("generator", plan.GENERATORS)
 def test_everything_together_keeps_to_epsilon(generator):
     planned = plan.Plan(settings(generator), Schema((*SCHEMA.columns[:1], Column("job", "learn")), ""), 400)
@@ -197,6 +197,7 @@ def test_removing_a_row_moves_no_score_of_a_choice_by_more_than_its_sensitivity(
     assert 0.3 * sensitivity < np.abs(before - after).max() <= sensitivity
 
 
+@pytest.mark.thorough
 def test_a_choice_has_the_chances_of_its_event():
     epsilon, scores, count = 1.5, [0.0, 1.0, 3.0], 4000
     weights = np.exp(epsilon * np.array(scores) / 2)
@@ -247,7 +248,9 @@ def test_a_release_that_was_lost_after_the_ledger_is_made_again_with_the_same_no
     run.close()
     assert len(privacy.Ledger.read(run.folder.ledger)) == 1
     monkeypatch.setattr(Run, "_save", save)
-    finished(Run(tmp_path / "run", people(), SCHEMA, settings("mst")))
+    resumed = Run(tmp_path / "run", people(), SCHEMA, settings("mst"))
+    assert [made for made, _ in resumed.steps()] == [1, 2, 3, 4]
+    resumed.close()
     first, again = counts[:2]
     assert first[0] == again[0] == 0
     assert torch.equal(first[1], again[1])

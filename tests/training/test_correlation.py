@@ -122,6 +122,7 @@ def without_gradients(rank: int | None, how: str | None) -> dict[str, torch.Tens
     return weights_after(NOTHING_IN_FLOAT32, how)
 
 
+@pytest.mark.thorough
 @VIEWS
 def test_in_float32_the_noise_of_two_ranks_is_that_of_one_process_bit_for_bit(ranks2):
     """Only sums over other parts are rounded otherwise, as in any training."""

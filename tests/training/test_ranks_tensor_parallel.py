@@ -206,6 +206,7 @@ def test_settings_mean_the_same_on_four_ranks(ranks4, case, name):
     assert_as_in_one_process(ranks4, case, (2, 2), "adam", **SETTINGS[name])
 
 
+@pytest.mark.thorough
 def test_the_ledger_is_that_of_one_process(ranks2):
     expected, found = assert_as_in_one_process(ranks2, "perceptron")
     assert found[0].ledger["events"] == expected.ledger["events"]

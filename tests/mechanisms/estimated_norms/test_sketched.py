@@ -237,7 +237,7 @@ def train(training, losses=lambda model, x, y: losses_of(model, x), steps=None):
     return torch.cat([p.detach().flatten() for p in training.model.parameters()])
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("box", [*BLACK_BOXES])
 def test_black_boxes_train_privately_and_state_their_price(box):
     torch.manual_seed(1)

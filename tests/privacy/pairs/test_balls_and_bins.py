@@ -174,6 +174,7 @@ def unpriced(monkeypatch):
     monkeypatch.setattr(balls_and_bins, "_of_adding", lambda place: 0.0)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize(("noise", "num_bins"), [(0.3, 7), (1.0, 1000), (40.0, 30)])
 def test_rounding_is_on_the_safe_side_of_both_laws(monkeypatch, noise, num_bins):
     """The pair with priced rounding against that without it: in both directions, at every epsilon."""
@@ -236,6 +237,7 @@ def test_many_bins_with_little_noise_have_a_price():
     assert low < high < low * (1 + 5e-4)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("noise", [0.25, 0.4, 3.2, 3.3])
 @pytest.mark.parametrize("kind", [Merged, Spread])
 def test_small_ratios_keep_their_relative_accuracy(kind, noise):
