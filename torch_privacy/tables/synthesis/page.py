@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from ...privacy import Profile
 from ...privacy.rounding import round_up
@@ -144,7 +145,7 @@ def _pairs_plot(found: Judgement) -> str:
     with matplotlib.rc_context(PAGE_STYLE):
         axes.hist([100 * value for value in found.two_way.values()], bins=20, color=FIRST)
         axes.axvline(100 * found.sampling, color="#020202", linestyle="--", linewidth=1.2)
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlim(left=0)
     return as_svg(figure)
 
