@@ -2157,7 +2157,7 @@ add(
         **setting("sampling_probability", 0.01),
         **setting("noise_multiplier", 1e-3),
         **setting("num_steps", 60, target_epsilon=8.0, noise_multiplier=None),
-        **setting("budget", None, budget=tp.privacy.Budget(4.0, 1e-3), noise_multiplier=2.0),
+        **setting("budget", None, examples={"budget": tp.privacy.Budget(4.0, 1e-3)}, noise_multiplier=2.0),
         "clipping = a rule without bounds": lambda: Setup(Net(), after=no_rule),
         "clipping = a rule without bounds, later": lambda: Setup(Net(), loop=LaterChange(no_rule)),
         "more parameters in the optimizer": more_parameters,
@@ -2864,19 +2864,23 @@ def run(
         loop.change = None
     training = None
     with drawn(setup, left_out) as asked:
+        options = dict(setup.options)
         try:
             training = tp.PrivateTraining(
                 setup.model,
                 optimizer,
                 tp.Examples(
-                    vectors() if setup.data is None else setup.data, collate_fn=setup.collate, views=setup.views
+                    vectors() if setup.data is None else setup.data,
+                    collate_fn=setup.collate,
+                    views=setup.views,
+                    **options.pop("examples", {}),
                 ),
                 expected_batch_size=BATCH,
                 num_steps=steps,
                 clipping=setup.rule(clip_norm),
                 delta=1e-3,
                 test_seed=seed,
-                **({"noise_multiplier": noise} | setup.options),
+                **({"noise_multiplier": noise} | options),
             )
             done.sensitivity = training.clipping.sensitivity(ROOT)
             if setup.after is not None and not unchanged:

@@ -4,6 +4,7 @@
     python benchmarks/memory.py                     # the networks of docs/benchmarks.md
     python benchmarks/memory.py gpt cifar_cnn       # some
     python benchmarks/memory.py gpt --budget 1.5    # with another ``memory_budget``
+    python benchmarks/memory.py gpt2_small encoder --checkpointed   # each layer under activation checkpointing
 
 Counts torch's allocations as reported by its profiler, above the loaded model and its batch: the same
 on every run, independent of malloc. On the first two batches layouts are measured and checked.
@@ -14,7 +15,7 @@ import warnings
 from collections.abc import Callable
 
 import step
-from models import MODELS
+from models import MODELS, Problem, checkpointed
 
 from torch_privacy.jacobian.tape import MEMORY_BUDGET
 from torch_privacy_papers.bu2021.measure import peak_bytes
@@ -31,14 +32,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Peak memory of one training step.")
     parser.add_argument("networks", nargs="*", metavar="network", help=f"one of {', '.join(MODELS)}")
     parser.add_argument("--budget", type=float, default=MEMORY_BUDGET, help="memory_budget of ours")
+    parser.add_argument("--checkpointed", action="store_true", help="with activation checkpointing of each layer")
     chosen = parser.parse_args()
+
+    def load(network: str) -> Problem:
+        problem = step.Place().load(network)
+        return checkpointed(problem) if chosen.checkpointed else problem
+
     warnings.simplefilter("ignore")
     print(f"{'':14}{'non-private':>12}{'ours':>9}{'ratio':>7}{'first batches':>15}{'ratio':>7}   MiB")
     for network in chosen.networks or NETWORKS:
-        plain = step.non_private(step.Place().load(network))
+        plain = step.non_private(load(network))
         plain()
         base = peak(plain)
-        ours = step.ours_without_noise(step.Place().load(network), chosen.budget)
+        ours = step.ours_without_noise(load(network), chosen.budget)
         first = max(peak(ours) for _ in range(2))
         settled = sorted(peak(ours) for _ in range(3))[1]  # one of them may include a spot check
         ratios = settled / base, first / base

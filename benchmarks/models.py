@@ -8,11 +8,13 @@ much as real data. ``load`` moves a network to a device and a dtype.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from torch_privacy_papers.models import networks
 
@@ -164,6 +166,29 @@ def gpt2_small_lora(batch: int = 2, positions: int = 512, rank: int = 8) -> Prob
     return with_lora(gpt2_small(batch, positions), rank)
 
 
+class Encoder(nn.Module):
+    """An encoder of texts with a class from the mean over the positions."""
+
+    def __init__(self, vocabulary: int, positions: int, width: int, heads: int, layers: int, classes: int):
+        super().__init__()
+        self.tokens, self.positions = (
+            nn.Embedding(vocabulary, width),
+            nn.Parameter(0.02 * torch.randn(positions, width)),
+        )
+        self.blocks = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.tokens(ids) + self.positions)).mean(1))
+
+
+def encoder(batch: int = 8, positions: int = 256) -> Problem:
+    """Returns an encoder of 12 layers and width 768, as large as BERT base: 109 million parameters."""
+    model = Encoder(30522, positions, 768, heads=12, layers=12, classes=2)
+    return Problem(model, torch.randint(30522, (batch, positions)), torch.randint(2, (batch,)))
+
+
 def gpt2_small_1024(batch: int = 8) -> Problem:
     return gpt2_small(batch, positions=1024)
 
@@ -255,11 +280,19 @@ def resnet50_gn(batch: int = 64) -> Problem:
 
 ON_CPU = (  # at most seconds per step
     *(adult, mlp, mnist_cnn, cifar_cnn, resnet20_gn, resnet18_gn),
-    *(gpt, gpt_tied, gpt_last_token, bilstm_imdb, gpt2_small, gpt2_small_lora),
+    *(gpt, gpt_tied, gpt_last_token, bilstm_imdb, gpt2_small, gpt2_small_lora, encoder),
 )
 ON_GPU = (gpt2_small_1024, vit_b16, resnet50_gn)
 MODELS: dict[str, Callable[[], Problem]] = {make.__name__: make for make in (*ON_CPU, *ON_GPU)}
 DTYPES = {"float32": "all in float32", "bf16": "all in bfloat16", "autocast": "float32 under autocast to bfloat16"}
+
+
+def checkpointed(problem: Problem) -> Problem:
+    """Returns the problem with activation checkpointing of every transformer layer."""
+    for module in problem.model.modules():
+        if isinstance(module, Block):
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    return problem
 
 
 class Autocast(nn.Module):

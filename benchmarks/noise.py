@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from torch_privacy.noise import Noise
+from torch_privacy.mechanisms.noise import Noise
 
 ADULT = [(16, 123), (16,), (2, 16), (2,)]  # 2,018 numbers in four tensors
 CASES = {  # name -> (shapes, steps in a round, rounds)

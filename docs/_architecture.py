@@ -24,16 +24,14 @@ ROLES = {  # a few words for each room
     "sklearn": "estimators",
     "tables": "CSV and Parquet",
     "training": "PrivateTraining, the only join",
-    "report": "pages and plots",
-    "runs": "run folders and tables",
-    "mechanisms": "what one step releases",
+    "runs": "run folders, pages and plots",
+    "mechanisms": "what one step releases; noise",
     "model_check": "do examples depend on others?",
     "jacobian": "per-example gradients of a batch",
     "ops": "one file for each family of ops",
     "privacy": "events, accounting, ledger",
     "data": "readers of data sets",
     "sampling": "Poisson batches",
-    "noise": "Gaussian noise from a secret key",
     "support": "validation, random state, model state",
 }
 WAY = [  # (step, what happens, the modules that do it)
@@ -42,7 +40,7 @@ WAY = [  # (step, what happens, the modules that do it)
     ("3 norms", "the cheapest\nexact method", ["jacobian.rows.norms", "jacobian.rows.plan"]),
     ("4 clip", "norms become\nfactors", ["mechanisms.clipping"]),
     ("5 sum", "one backward,\nblock by block", ["jacobian.rows.streamed_sum", "jacobian.rows.blocks"]),
-    ("6 noise", "times the\nsensitivity", ["noise"]),
+    ("6 noise", "times the\nsensitivity", ["mechanisms.noise"]),
     ("7 ledger", "recorded\nbefore use", ["privacy.ledger"]),
 ]
 JOINS = {  # module -> its place in the picture

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from torch_privacy.report import figures as plots
-from torch_privacy.report.style import FILE_COLORS, FILE_FAINT, FILE_INK, FILE_STYLE
+from torch_privacy.runs.report import figures as plots
+from torch_privacy.runs.report.style import FILE_COLORS, FILE_FAINT, FILE_INK, FILE_STYLE
 from torch_privacy_papers.yu2021 import cifar10, mnist
 
 HERE = Path(__file__).parent

@@ -23,8 +23,8 @@ from torch_privacy.privacy.tradeoff import (
     tensor,
     true_positive_rate,
 )
-from torch_privacy.report import figures as plots
-from torch_privacy.report import style
+from torch_privacy.runs.report import figures as plots
+from torch_privacy.runs.report import style
 
 IMAGES = Path(__file__).parent / "img"
 MNIST = 256 / 60000

@@ -16,14 +16,13 @@ FLOORS = [  # from the top: what a user calls, down to what knows nothing of pri
     ["experiments"],
     ["huggingface", "lightning", "opacus", "sklearn", "tables"],
     ["training"],
-    ["report"],
     ["runs"],
     ["mechanisms"],
     ["model_check"],
     ["jacobian"],
     ["ops"],
+    ["data", "sampling"],
     ["privacy"],
-    ["data", "sampling", "noise"],
     ["support"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

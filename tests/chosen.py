@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the tests that `make test` runs; `make thorough` runs the others.
+"""Chooses the tests that `make test` and `make thorough` run.
 
-Of a test with many cases, `make test` runs as few as have every value of every parameter, and at most MOST; but all of
-a test of refusals, which has "refuse" or "mistake" in its name. Marks say where that is wrong: `every_case` (each case
-is a promise of its own), `thorough` (no case is needed, because other tests show nearly the same sooner) and
-`thorough(but=2)` (two cases are enough).
+Of a test with many cases, `make test` runs as few as have every value of every parameter, and at most MOST; one, if it
+needs several processes; but all of a test of refusals, which has "refuse" or "mistake" in its name. Marks say where
+that is wrong: `every_case` (each case is a promise of its own), `thorough` (no case is needed, because other tests show
+nearly the same sooner) and `thorough(but=2)` (two cases are enough).
+
+`make thorough` runs the others. Many tests have the same list of some hundred models. Of each, but for those marked
+`oracle`, it runs every third case, from another one for each test: a model meets a third of the tests, and a test a
+third of the models. ``--all`` runs every case.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
+from zlib import crc32
 
 import pytest
 
-MOST = 6
+MOST = 4
+OF_RANKS = 1  # cases of a test that needs several processes
+MANY, SHARE = 100, 3  # cases of a test, from which on `make thorough` runs one of SHARE
 GOLDEN = 0.6180339887  # multiples of it, modulo 1, are spread evenly
 
 Values = set[tuple[str, Hashable]]
@@ -22,10 +29,25 @@ Values = set[tuple[str, Hashable]]
 
 def of_make_test(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Returns the tests that `make test` runs."""
+    return {case for cases in _by_test(items).values() for case in _chosen(cases)}
+
+
+def of_make_thorough(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Returns the tests that `make thorough` runs, of those that `make test` leaves out."""
+    return {case for test, cases in _by_test(items).items() for case in _share(test, cases)}
+
+
+def _by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
-    return {case for cases in tests.values() for case in _chosen(cases)}
+    return tests
+
+
+def _share(test: str, cases: list[pytest.Item]) -> list[pytest.Item]:
+    if len(cases) < MANY or cases[0].get_closest_marker("oracle"):
+        return cases
+    return cases[crc32(test.encode()) % SHARE :: SHARE]
 
 
 def is_thorough(test: object) -> bool:
@@ -38,11 +60,18 @@ def _chosen(cases: list[pytest.Item]) -> list[pytest.Item]:
     few = [case for case in cases if not any(mark.name == "thorough" for mark in _marks_of_parameters(case))]
     limits = [mark.kwargs.get("but", 0) for case in few[:1] for mark in case.iter_markers("thorough")]
     is_refusal = "refuse" in cases[0].name or "mistake" in cases[0].name
+    if needs_ranks(cases[0]):
+        limits.append(OF_RANKS)
     if not limits and (is_refusal or cases[0].get_closest_marker("every_case")):
         return few
-    most = min([*limits, MOST])
+    most = min(limits, default=MOST)
     spread = sorted(range(len(few)), key=lambda number: number * GOLDEN % 1)
     return _covering([(few[number], _values(few[number])) for number in spread], most)
+
+
+def needs_ranks(case: pytest.Item) -> bool:
+    """True if a test runs in a pool of processes, where each case costs as much as several in one."""
+    return not {"ranks2", "ranks4"}.isdisjoint(getattr(case, "fixturenames", ()))
 
 
 def _covering(cases: list[tuple[pytest.Item, Values]], most: int) -> list[pytest.Item]:

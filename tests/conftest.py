@@ -10,7 +10,7 @@ import gloo_pool
 import pretended_gpu
 import pytest
 import torch
-from chosen import is_thorough, of_make_test
+from chosen import is_thorough, of_make_test, of_make_thorough
 from fixed_state import fixed_state
 from hypothesis import settings
 from on_device import runs_on_device
@@ -60,9 +60,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     A test that is named with its file (``path::test``) runs with every case.
     """
     if not config.getoption("--all") and not is_named(config):
-        few = of_make_test(items)
-        thorough = config.getoption("--thorough")
-        _leave_out(config, items, [item for item in items if (item in few) == thorough])
+        chosen = of_make_test(items)
+        if config.getoption("--thorough"):
+            chosen = of_make_thorough(item for item in items if item not in chosen)
+        _leave_out(config, items, [item for item in items if item not in chosen])
     elif config.getoption("--all"):
         few = of_make_test(items)
         items.sort(key=lambda item: item not in few)

@@ -169,7 +169,7 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 @contextmanager
 def without_reports() -> Iterator[None]:
     """Leaves out the page of a run folder, whose plots take longer than these trainings."""
-    with patch("torch_privacy.report.render.render", lambda folders: "<html></html>"):
+    with patch("torch_privacy.runs.report.render.render", lambda folders: "<html></html>"):
         yield
 
 

@@ -16,9 +16,9 @@ from trainings import RULES, private_training
 
 import torch_privacy as tp
 from torch_privacy.jacobian.rows.plan import MemoryBudget
-from torch_privacy.noise import Noise, gaussian, grid_unit
-from torch_privacy.noise.chacha import DeviceNormals
-from torch_privacy.noise.processor import ProcessorNormals
+from torch_privacy.mechanisms.noise import Noise, gaussian, grid_unit
+from torch_privacy.mechanisms.noise.chacha import DeviceNormals
+from torch_privacy.mechanisms.noise.processor import ProcessorNormals
 from torch_privacy.ops import gram
 from torch_privacy.support.random_state import RandomState, SeededRandomNumbers, torch_generators
 from torch_privacy.support.torch_modes import full_precision
@@ -289,7 +289,7 @@ def test_a_settled_step_waits_for_the_gpu_twice(case):
             break
         places = Counter[str]()
         for (_, _, place), count in log.library_waits.items():
-            places[place.partition(":")[0]] += count if not place.startswith("noise") else 0
+            places[place.partition(":")[0]] += count if not place.startswith("mechanisms/noise") else 0
         found.append({place: count for place, count in places.items() if count})
     assert found[-1] == found[-2] == expected
 

@@ -157,7 +157,7 @@ def test_schedules_advance_once_per_release_also_for_empty_batches():
     assert_same(module, plain(9, schedule=by_step, expected_batch_size=0.7)[0])
     assert [rate for _, rate, _ in module.seen] == [0.5**step for step in range(1, 10)]
     assert [outputs.get("loss") is None for _, _, outputs in module.seen] == [
-        not len(fit.training._state.releases.indices(step)) for step in range(9)
+        not len(fit.training._state.releases.draws.indices(step)) for step in range(9)
     ]
 
 
@@ -196,9 +196,9 @@ def test_number_of_steps_is_that_of_the_trainer(settings, num_steps):
 
 
 def test_a_budget_ends_the_training_and_no_step_is_counted_after_it():
-    fit = PrivateFit(**PRIVACY | {"budget": tp.privacy.Budget(2.0, 1e-3)})
+    fit = PrivateFit(**PRIVACY)
     trainer = trainer_of(fit, max_epochs=3, min_epochs=3)
-    trainer.fit(Module(), data())
+    trainer.fit(Module(), tp.Examples(data(), budget=tp.privacy.Budget(2.0, 1e-3)))
     assert 0 < trainer.global_step == fit.training.step_count < 15
     assert fit.training.spent().epsilon.high <= 2.0
 

@@ -19,11 +19,11 @@ from sklearn.utils.estimator_checks import check_estimator
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from trainings import ZERO_OUT
+from trainings import ZERO_OUT, private_training
 
 import torch_privacy as tp
 from torch_privacy import privacy
-from torch_privacy.noise import Noise, grid_unit
+from torch_privacy.mechanisms.noise import Noise, grid_unit
 from torch_privacy.training.second_moment import add_symmetric_noise, bits_for, leading_eigenvectors, second_moment
 
 ROOT = Path(__file__).parents[1]
@@ -154,7 +154,7 @@ def test_noise_is_symmetric_and_isotropic_in_the_frobenius_norm():
     assert above.std() == pytest.approx(1, abs=4 / (2 * len(above)) ** 0.5)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", ["one entry", "all equal", "random"])
 def test_noise_hides_every_direction_of_change_alike(row):
     """⟨Z, uuᵀ⟩ is standard normal for each unit u, so neighbors are as hard to distinguish as in a Gaussian release."""
@@ -356,7 +356,7 @@ def classifier(pca: tp.PrivatePCA, num_steps: int = 3, **settings: Any) -> tuple
     data = TensorDataset(pca.transform(rows), (rows[:, 0] > 0).long())
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
-    training = tp.PrivateTraining(
+    training = private_training(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         data,
@@ -402,7 +402,7 @@ def test_target_epsilon_counts_the_components():
 def test_budget_counts_the_components():
     pca = tp.PrivatePCA(2, noise_multiplier=4.0).fit(random_rows())
     budget = privacy.Budget(epsilon=3.0, delta=1e-5)
-    training, model = classifier(pca, num_steps=1000, budget=budget)
+    training, model = classifier(pca, num_steps=1000, examples={"budget": budget})
     train(training, model)
     step = privacy.SubsampledGaussian(1.0, 0.1)
     assert training.step_count == budget.remaining(step, after=[(pca.event_, 1)])

@@ -17,7 +17,7 @@ from gloo_pool import Pool
 from scipy.sparse import csr_array
 
 import torch_privacy as tp
-from torch_privacy.noise import Noise
+from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.sampling.samplers import PoissonSampler
 from torch_privacy.support.ranks import Ranks
 from torch_privacy.training import pca as pca_module
@@ -63,7 +63,7 @@ def test_release_equals_that_of_one_process_bit_for_bit(dtype, of_rank_0, ranks2
         assert_same_release(part, public(whole))
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
 def test_same_rows_on_all_ranks_count_once_if_that_is_said(dtype, ranks2: Pool):
     rows, settings = random_rows(dtype=dtype), {"test_seed": 3, "sampling_probability": 0.4, "rows": "same"}
@@ -331,6 +331,7 @@ def test_program_of_the_page_makes_one_release_of_all_rows(ranks2: Pool):
     assert first["eigenvalues_"].sum() == pytest.approx(2000, abs=6 * 8 * 64**0.5)  # the trace: the number of rows
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("changed", [0, 2047, 2048, 4999])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
 def test_checksum_depends_on_every_row_and_not_on_the_order(dtype, changed):

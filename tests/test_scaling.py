@@ -245,7 +245,7 @@ def test_counted_bytes_and_sums_of_a_sharded_step_are_those_of_the_model(ranks2,
         assert held <= peak <= held + 4 * SQUARE  # gloo may keep the last bucket a little longer than it needs it
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("parts", [1, 2])
 def test_counted_bytes_of_a_step_with_ddp_are_those_of_the_model(ranks2, parts):
     for gathered, scattered, _ in ranks2.run(counted_step, parts, "ddp"):

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
+from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.mechanisms.sums import COUNT
-from torch_privacy.noise import Noise
 from torch_privacy.sampling.samplers import PoissonSampler
 
 N = 40

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .privacy.loop_audit import LoopAudit as LoopAudit
     from .privacy.search import Found as Found
     from .privacy.search import search_privately as search_privately
-    from .report.model_card import model_card as model_card
+    from .runs.report.model_card import model_card as model_card
     from .runs.verify import Verification as Verification
     from .runs.verify import verify as verify
     from .sampling.canaries import GradientCanaries as GradientCanaries
@@ -115,7 +115,7 @@ _HOME = {
     "load_secret": "training.secret_file",
     "matches_fingerprint": "sampling.fingerprint",
     "median_norm": "mechanisms.clipping",
-    "model_card": "report.model_card",
+    "model_card": "runs.report.model_card",
     "record": "jacobian",
     "save_secret": "training.secret_file",
     "search_privately": "privacy.search",

@@ -232,7 +232,7 @@ class Reproduction:
 
     def finish(self) -> dict[str, Any]:
         """Draws the figures, writes report and results, and returns the results."""
-        from torch_privacy.report import figures as plots
+        from torch_privacy.runs.report import figures as plots
         from torch_privacy.training.run_writer import write_page
 
         results = self._results()

@@ -8,7 +8,7 @@ import pytest
 
 from torch_privacy import cli, privacy
 from torch_privacy.experiments.runner import Run
-from torch_privacy.report import render as report
+from torch_privacy.runs.report import render as report
 
 EVENT = privacy.Gaussian(5.0)
 

@@ -14,7 +14,7 @@ from torch_privacy.experiments import TRAININGS, load_trainable
 from torch_privacy.privacy import comparison
 from torch_privacy.privacy.rounding import round_down, round_up
 from torch_privacy.privacy.summary import equal_releases
-from torch_privacy.report import figures as plots
+from torch_privacy.runs.report import figures as plots
 
 EVENTS = ["--noise-multiplier", "1.1", "--sampling-probability", "0.01", "--steps", "100"]
 PROFILE = privacy.compose([(privacy.SubsampledGaussian(1.1, 0.01), 100)])
@@ -261,7 +261,7 @@ PICTURES = {
 HEADS = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", PICTURES)
 def test_plot_draws_the_same_picture_each_time_and_changes_no_answer(command, tmp_path, capsys):
     assert run([*PICTURES[command], "--json"]) == 0

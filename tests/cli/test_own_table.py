@@ -25,7 +25,7 @@ from torch_privacy.experiments.own_table import complete
 from torch_privacy.experiments.runner import Run
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.privacy.summary import attacker_as_json
-from torch_privacy.report import render
+from torch_privacy.runs.report import render
 
 N = 1500
 FEW_STEPS = ["--epochs", "0.6", "--batch-size", "270"]

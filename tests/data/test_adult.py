@@ -44,6 +44,7 @@ def test_load_adult_reads_the_first_line_as_written():
     assert round(float(features.sum(1).mean()), 2) == 13.87
 
 
+@pytest.mark.thorough
 def test_load_adult_splits_at_random_as_the_papers_do():
     one, again, other = (load_adult(test_fraction=0.1, seed=seed) for seed in (1, 1, 2))
     assert (len(one.train), len(one.test)) == (29305, 3256)

@@ -15,6 +15,7 @@ from torch_privacy.data.imdb import SOURCE, _tokens
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="there is no ../shared/data beside this checkout")
 
 
+@pytest.mark.thorough
 def test_mnist():
     data = load_mnist(SHARED)
     x, y = data.train.tensors
@@ -50,6 +51,7 @@ def test_movielens():
     assert labels.unique().tolist() == list(range(10))
 
 
+@pytest.mark.thorough
 def test_imdb():
     """One file, and the first reviews of it only: all of them take seconds."""
     file = SOURCE.folder(SHARED).read("imdb_train.tsv.xz")

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy import privacy
-from torch_privacy.report import render as report
+from torch_privacy.runs.report import render as report
 from torch_privacy.sklearn import PrivateClassifier, PrivateRegressor, PublicScaler
 from torch_privacy.sklearn.classes import find_classes
 
@@ -95,6 +95,7 @@ def test_squared_errors_are_of_targets_scaled_by_their_bounds():
     assert fitted.predict(1e9 * x).max() <= 10
 
 
+@pytest.mark.thorough
 def test_statement_says_what_was_public():
     x, y = data()
     fitted = classifier(test_seed=None).fit(x, y)
@@ -284,6 +285,7 @@ def test_what_scikit_learn_offers_elsewhere_is_refused():
         PrivateRegressor(**QUICK).fit(x, y)
 
 
+@pytest.mark.thorough
 def test_digits_are_learned_at_epsilon_2():
     x, y = load_digits(return_X_y=True)
     fitted = PrivateClassifier(bounds=(0, 16), classes=range(10), refits="separate", random_state=0)

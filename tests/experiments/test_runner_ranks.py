@@ -157,6 +157,7 @@ def changed_checkpoint(rank: int, path: Any) -> None:
     Run.resume(path)
 
 
+@pytest.mark.thorough
 def test_damaged_checkpoint_is_refused_on_all_ranks(ranks2, tmp_path):
     ranks2.run(first_half, tmp_path / "run")
     (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"nothing")

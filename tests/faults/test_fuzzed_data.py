@@ -109,6 +109,7 @@ def data(tmp_path_factory):
     return folder
 
 
+@pytest.mark.thorough
 @settings(
     max_examples=20_000 if ALL else 200,
     derandomize=True,

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from trainings import cross_entropy, data, network, parameters_of, train
+from trainings import cross_entropy, data, network, parameters_of, private_training, train
 
 import torch_privacy as tp
 from torch_privacy import privacy
@@ -48,7 +48,7 @@ def secret_training(**settings):
     model = network()
     settings = {"noise_multiplier": 1.0} | settings
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return tp.PrivateTraining(
+    return private_training(
         model, optimizer, data(), **{"expected_batch_size": 8, "num_steps": 6, "clipping": tp.Flat(0.5)} | settings
     )
 
@@ -175,7 +175,7 @@ def test_a_limit_on_epsilon_holds_with_the_lost_steps(tmp_path, new_process, lim
     if limit == "target":
         settings |= {"target_epsilon": epsilon, "noise_multiplier": None}
     else:
-        settings |= {"budget": privacy.Budget(epsilon, delta)}
+        settings |= {"examples": {"budget": privacy.Budget(epsilon, delta)}}
     first = secret_training(**settings)
     train(first, steps=2)
     state = saved(first)
@@ -197,6 +197,7 @@ def test_a_limit_on_epsilon_holds_with_the_lost_steps(tmp_path, new_process, lim
     assert (last.step_count, len(last.ledger)) == (4, 6)
 
 
+@pytest.mark.thorough
 def test_crash_after_crash_on_changing_machines(tmp_path, witness, new_process):
     """The state is that of step 2 every time: the new keys of each process are lost with it."""
     first = witness.watch(secret_training(run_folder=tmp_path, num_steps=20))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torch_privacy.report import html
 from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.report import html
 
 ROOT = Path(__file__).parents[2]
 

@@ -90,7 +90,7 @@ def on_a_rank(rank: int, port: int) -> None:
 @pytest.mark.thorough
 def test_ranks_train_as_one_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch_privacy.report.render.render", lambda folders: "<html></html>")
+    monkeypatch.setattr("torch_privacy.runs.report.render.render", lambda folders: "<html></html>")
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     # Forked, as a new process takes five seconds to import transformers. torch's ranks are started by the environment.

@@ -83,6 +83,8 @@ def test_weights_are_those_of_the_plain_loop(case, tmp_path):
     before = weights(model)
     trainer.train()
     other.config.use_cache = False  # as the Trainer does
+    if "activation_checkpointing" in settings:  # which takes other methods, so that the last bits differ
+        other.gradient_checkpointing_enable({"use_reentrant": False})
     plain = data.remove_columns("text") if isinstance(data, Dataset) else data
     settings = {name: value for name, value in settings.items() if name == "max_steps"}
     expected = plainly_trained(tmp_path, other, plain, collator, privacy, **{"max_steps": 2} | settings)
@@ -140,7 +142,7 @@ def test_callbacks_logs_and_schedules_see_releases_only(tmp_path):
     assert len(turns) > 2 * sum(name in ("part", "end") for name, _ in events.events)  # others are rehearsals
     assert events.rates == pytest.approx([0.01 * 2 / 3, 0.01 / 3, 0.0])
     assert events.gradients == [True] * 3  # the private ones
-    drawn = sum(len(trainer.training._state.releases.indices(k)) for k in range(3))
+    drawn = sum(len(trainer.training._state.releases.draws.indices(k)) for k in range(3))
     tokens = trainer.state.num_input_tokens_seen
     assert 9 * drawn <= tokens <= 12 * drawn  # of reviews with 9 to 12 words, padded
     assert trainer.state.total_flos == 6 * tokens * trainer.model.num_parameters(exclude_embeddings=True)
@@ -169,6 +171,7 @@ def test_steps_of_epochs_are_counted_in_whole_numbers(tmp_path):
     assert trainer.training.settings.performance.microbatch_size == 4
 
 
+@pytest.mark.thorough
 def test_whole_epochs_are_those_of_the_plain_loop(tmp_path):
     """Of 60 examples; the mean batch size is moved from 29.5 to 30."""
     collator, privacy = DataCollatorWithPadding(tokenizer()), QUICK | {"expected_batch_size": 29.5}
@@ -207,8 +210,8 @@ def test_mixed_precision_trains_as_the_plain_loop_with_a_prepared_model(tmp_path
 
 
 def test_budget_ends_the_training(tmp_path):
-    budget = tp.privacy.Budget(0.9, 1e-3)
-    trainer = trainer_of(tmp_path, bert(), encoded(), DataCollatorWithPadding(tokenizer()), QUICK | {"budget": budget})
+    examples = tp.Examples(encoded(), budget=tp.privacy.Budget(0.9, 1e-3))
+    trainer = trainer_of(tmp_path, bert(), examples, DataCollatorWithPadding(tokenizer()), QUICK)
     trainer.train()
     assert trainer.state.global_step == trainer.training.step_count == 2
     assert trainer.training.spent().epsilon.high <= 0.9

@@ -47,6 +47,7 @@ def one_group(model):
     return {"all": tuple(trained(model))}
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("budget", [LEAST, MOST])
 @pytest.mark.parametrize("case", CASES)
 def test_clipped_sum_equals_that_of_the_rows(case, budget, monkeypatch):

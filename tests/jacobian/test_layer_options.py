@@ -3,6 +3,7 @@
 
 import hypothesis.strategies as st
 import oracle
+import pytest
 import torch
 import torch.nn.functional as F
 from drawn import draws
@@ -94,6 +95,7 @@ def test_convolution_with_named_padding(dims, n, kernel, dilation, padding):
     assert_exact(layer, torch.randn(n, 2, *[7] * dims))
 
 
+@pytest.mark.thorough
 @draws(60)
 @given(**CONVOLUTIONS)
 def test_transposed_convolution(data, dims, n, images, channels, bias):
@@ -213,6 +215,7 @@ def recurrent(layer: nn.RNNBase, packed: bool, states: bool) -> nn.Module:
     return model
 
 
+@pytest.mark.thorough
 @draws(40)
 @given(
     n=BATCHES,

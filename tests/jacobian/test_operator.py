@@ -31,6 +31,7 @@ def assert_rows_are_near(ours: Tensor, rows: Tensor, error: float) -> None:
     assert (off <= error * lengths + error / 100 * lengths.max()).all(), f"off by {(off / lengths).max():.2g}"
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("case", CASES)
 def test_jacobian_matches_one_backward_per_example(case):
     assert_exact(*CASES[case]())

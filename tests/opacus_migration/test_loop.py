@@ -387,6 +387,7 @@ def test_noise_and_clip_schedulers_are_refused_by_name() -> None:
         made_private(noise_schedule=lambda step: 1.0)
 
 
+@pytest.mark.thorough
 def test_planned_noise_and_clip_schedulers_may_stay() -> None:
     schedules = {
         "noise_schedule": lambda step: 0.9 ** (step // 6),

@@ -18,10 +18,10 @@ from torch_privacy.data import Data
 from torch_privacy.experiments import CATALOG, load_study
 from torch_privacy.experiments.study import Study
 from torch_privacy.privacy import Bracket
-from torch_privacy.report import figures as plots
 from torch_privacy.runs import table
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import Metrics
+from torch_privacy.runs.report import figures as plots
 from torch_privacy.runs.rows import Computation, TableColumn, TrainingRow, folder_name, training_numbers
 from torch_privacy_papers.catalog import Experiment, Paper
 from torch_privacy_papers.reproduction import Reproduction

@@ -4,12 +4,14 @@
 import math
 from functools import cache
 
+import mpmath as mp
 import numpy as np
 import pytest
+from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 
 from torch_privacy import privacy
 from torch_privacy.privacy import tradeoff
-from torch_privacy.privacy.gaussian_filter import GaussianFilter
+from torch_privacy.privacy.gaussian_filter import GaussianFilter, delta_low
 
 RELATION = privacy.NeighboringRelation.ADD_OR_REMOVE_ONE
 
@@ -90,13 +92,12 @@ def test_share_of_gaussian_release_is_that_of_its_square():
 
 
 def test_share_bounds_what_dp_accounting_says_of_sampled_steps():
-    pld = pytest.importorskip("dp_accounting.pld.pld_privacy_accountant")
     bounded = GaussianFilter(3.0, 1e-6, RELATION, "example")
     steps = [(privacy.SubsampledGaussian(1.5, 0.02), 200)]
     share = bounded.share(steps)
     mu_of_whole = 1 / privacy.calibrate(3.0, 0.75e-6 / (1 - 0.25e-6), sampling_probability=1.0, num_steps=1)
     revealed, curve = 1 - (1 - 0.25e-6) ** share, tradeoff.Gaussian(math.sqrt(share) * mu_of_whole * (1 + 1e-4))
-    accountant = pld.PLDAccountant(value_discretization_interval=1e-3).compose(privacy.to_dp_event(steps))
+    accountant = PLDAccountant(value_discretization_interval=1e-3).compose(privacy.to_dp_event(steps))
     for epsilon in np.linspace(0, 4, 9):
         above = revealed + (1 - revealed) * float(curve.delta(float(epsilon)))
         assert accountant.get_delta(float(epsilon)) <= above * 1.03 + 1e-12  # their curve is an upper bound
@@ -133,3 +134,15 @@ def test_points_on_the_curve_do_not_bound_the_chord_between_them():
         points = np.asarray(epsilons, float)
         deltas = (1 - 1e-4) * np.asarray(curve.delta(points))  # below the curve of the whole budget
         assert bounded._dominates(1.0, points, deltas) is holds
+
+
+def test_rounding_never_lifts_the_curve_of_a_small_share():
+    """Against 50 digits: down to μ = 1e-9, where the two parts of δ agree in nine digits."""
+    with mp.workdps(50):
+        for mu in np.geomspace(1e-9, 30, 40):
+            epsilons = mu * np.array([0.0, 0.1, 0.5, 1.0, 2.0, 4.0, 6.0, 8.0])
+            for epsilon, found in zip(epsilons, delta_low(float(mu), epsilons), strict=True):
+                e, m = mp.mpf(float(epsilon)), mp.mpf(float(mu))
+                exact = mp.ncdf(m / 2 - e / m) - mp.exp(e) * mp.ncdf(-m / 2 - e / m)
+                assert found <= exact
+                assert mu < 1e-3 or found >= exact * (1 - 1e-8)

@@ -14,6 +14,7 @@ from torch_privacy.privacy.search import search_privately
 ONE_RUN = ((Laplace(1.0), 1),)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("distribution", ["poisson", "geometric", "logarithmic"])
 def test_the_number_of_runs_has_the_priced_distribution(distribution):
     mean, generator = 4.0, np.random.default_rng(0)

@@ -17,6 +17,7 @@ from torch_privacy.runs.folder import RunFolder
 FORMER = Path(__file__).parent / "former"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["experiment", "loop"])
 def test_former_folders_are_read(kind, tmp_path, capsys):
     shutil.copytree(FORMER / kind, tmp_path / kind)

@@ -22,8 +22,8 @@ from torch_privacy.privacy.ledger_file import LedgerFile
 from torch_privacy.privacy.pairs.gaussian import SubsampledGaussianPair
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.privacy.summary import percent
-from torch_privacy.report import training_plots
 from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.report import training_plots
 from torch_privacy.runs.verify import NEVER_CHECKED, Verdict, verify
 from torch_privacy.sklearn import PrivateClassifier
 
@@ -387,7 +387,7 @@ KINDS = {
     "banded": {"expected_batch_size": 20, "correlation": tp.Banded(bands=2)},
     "stopped early": {"steps": 3},
     "a target": {"target_epsilon": 2.0},
-    "a budget": {"num_steps": 20, "steps": 20, "budget": privacy.Budget(1.0, 1e-4)},
+    "a budget": {"num_steps": 20, "steps": 20, "examples": {"budget": privacy.Budget(1.0, 1e-4)}},
     "a test seed": {"test_seed": 1},
     "owners": {"expected_batch_size": 10, "examples": {"owners": [i // 4 for i in range(N)], "per_owner": 2}},
     "layers": {"expected_batch_size": 20, "clipping": tp.PerLayer(1.0)},

@@ -263,6 +263,7 @@ def compare(dataset, owners=None, rounds=3):
     return check.notes
 
 
+@pytest.mark.thorough(but=10)
 @pytest.mark.parametrize("case", READ_OTHERS)
 def test_an_item_that_reads_others_is_refused(case):
     with pytest.raises(tp.Refused, match="reads other examples"):

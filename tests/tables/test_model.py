@@ -114,7 +114,7 @@ def test_a_training_from_file_to_score(tmp_path):
     assert (found["prediction"].to_numpy() == truth)[known].mean() > 0.7
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("bounds", [(2.3,), (-0.7, 0.7)], ids=["a rare class", "three classes"])
 def test_probabilities_of_the_defaults_are_better_than_the_base_rate(bounds):
     """With automatic clipping, which lifts the gradients of rows that are right already, they were far worse."""

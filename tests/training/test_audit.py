@@ -106,7 +106,7 @@ def test_the_attack_sees_each_release_along_the_canaries_own_gradients():
     data, others, stddev = train.dataset, examples(60), 0.3
     assert isinstance(data, WithCanaries)
     for step, released in enumerate(train.optimizer.released):
-        batch = train.training._state.releases.indices(step)
+        batch = train.training._state.releases.draws.indices(step)
         known = clipped_rows(train, step, others)[batch[batch < 60]].sum(0)
         rows = clipped_rows(train, step, canaries)
         unknown = 20 * torch.cat([part.flatten() for part in released.values()]).double() - known
@@ -183,7 +183,8 @@ def test_gradient_canaries_have_the_largest_gradient_that_is_allowed_and_do_not_
     data = train.dataset
     assert isinstance(data, WithCanaries)
     for step in range(6):
-        joined = data._is_in[60:] & np.isin(np.arange(60, 84), train.training._state.releases.sampler.indices(step))
+        drawn = train.training._state.releases.draws.sampler.indices(step)
+        joined = data._is_in[60:] & np.isin(np.arange(60, 84), drawn)
         noise = observed.projections[step] - torch.from_numpy(1.0 * joined)
         # noise of variance 1, orthogonal for different canaries; whoever joined has a mean of 1
         assert noise.abs().max() < 5
@@ -239,9 +240,9 @@ def test_batches_are_those_of_the_data_without_the_absent_canaries():
     train(WithCanaries(examples(60), examples(30, seed=1), coins))
     releases = train.training._state.releases
     for step in range(6):
-        drawn = releases.sampler.indices(step)
+        drawn = releases.draws.sampler.indices(step)
         kept = [index for index in drawn.tolist() if index < 60 or coins[index - 60]]
-        assert releases.indices(step).tolist() == kept
+        assert releases.draws.indices(step).tolist() == kept
     assert train.training.settings.sampling_probability == 20 / 90
 
 
@@ -292,6 +293,7 @@ def test_every_kind_of_step_can_be_audited(settings: dict[str, Any], score: str)
     assert not audit.is_rejected
 
 
+@pytest.mark.thorough
 def test_the_training_itself_is_the_same_with_and_without_the_observer():
     coins = np.arange(30) % 2 == 0
     plain, watched = Trainer(), Trainer()

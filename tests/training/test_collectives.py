@@ -48,7 +48,7 @@ def test_a_step_sends_no_more_bytes_than_an_ordinary_one(ranks2, name, how):
             assert found.ratio(step) <= (FIRST if num_bytes(found.ordinary) > 20_000 else 1.07), listed(step)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NETWORKS)
 def test_weights_are_gathered_once_in_a_step(ranks2, name):
     """An ordinary step gathers them for the forward and again for the backward."""

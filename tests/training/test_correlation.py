@@ -25,7 +25,7 @@ from trainings import (
 
 import torch_privacy as tp
 from torch_privacy import privacy
-from torch_privacy.noise import Noise
+from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.training import release
 
 BANDED = {"correlation": tp.Banded(3), "expected_batch_size": 8, "num_steps": 11}
@@ -122,6 +122,7 @@ def without_gradients(rank: int | None, how: str | None) -> dict[str, torch.Tens
     return weights_after(NOTHING_IN_FLOAT32, how)
 
 
+@pytest.mark.thorough
 @VIEWS
 def test_in_float32_the_noise_of_two_ranks_is_that_of_one_process_bit_for_bit(ranks2):
     """Only sums over other parts are rounded otherwise, as in any training."""
@@ -209,7 +210,7 @@ def test_under_new_keys_noise_classes_and_groups_begin_anew(monkeypatch):
 
 def test_a_budget_stops_before_the_group_that_would_exceed_it():
     budget = privacy.Budget(priced((privacy.SubsampledGaussian(1.0, 0.6), 2)).high + 1e-9, DELTA)
-    training, again = (training_of(**BANDED, budget=budget) for _ in range(2))
+    training, again = (training_of(**BANDED, examples={"budget": budget}) for _ in range(2))
     train(training, steps=4)
     again.load_state_dict(copy.deepcopy(training.state_dict()))
     again.model.load_state_dict(training.model.state_dict())

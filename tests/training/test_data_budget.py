@@ -2,6 +2,7 @@
 """Runs that draw from the budget of their data: refused before a row is read, never counted twice, settled."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import torch_privacy as tp
 from torch_privacy import privacy, tables
-from torch_privacy.report.words import budget_in_words
+from torch_privacy.runs.report.words import budget_in_words
 
 N, DELTA = 200, 1e-4
 
@@ -49,9 +50,9 @@ def begun(folder, budget, dataset, noise=40.0, **settings):
     model = nn.Linear(4, 2)
     given = {"expected_batch_size": 20, "num_steps": 4, "clipping": tp.Flat(1.0), "delta": DELTA} | settings
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return tp.PrivateTraining(
-        model, optimizer, dataset, noise_multiplier=noise, run_folder=folder, budget=budget, **given
-    )
+    examples = dataset if isinstance(dataset, tp.Examples) else tp.Examples(dataset)
+    examples = replace(examples, budget=budget)
+    return tp.PrivateTraining(model, optimizer, examples, noise_multiplier=noise, run_folder=folder, **given)
 
 
 def run(training, steps=None):

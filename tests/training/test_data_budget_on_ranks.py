@@ -12,7 +12,7 @@ import torch
 from ranked import CASES, go, start
 
 import torch_privacy as tp
-from torch_privacy.report import render as report
+from torch_privacy.runs.report import render as report
 
 STEPS, DELTA = 5, 1e-3
 
@@ -20,7 +20,7 @@ STEPS, DELTA = 5, 1e-3
 def begun(rank: int, folder: Path, noise: float = 4.0) -> tp.PrivateTraining:
     report.render = lambda folders: "a page"
     budget = tp.Budget.open(folder / "people.budget", epsilon=3, delta=DELTA)
-    settings = {"noise_multiplier": noise, "delta": DELTA, "num_steps": STEPS, "budget": budget}
+    settings = {"noise_multiplier": noise, "delta": DELTA, "num_steps": STEPS, "examples": {"budget": budget}}
     return start(CASES["uneven"], "ddp", run_folder=folder / "run", **settings)
 
 

@@ -45,7 +45,7 @@ def test_a_layer_is_frozen_for_some_steps_as_in_one_process(ranks2, how, when):
         assert difference(found, expected) < 1e-12
 
 
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", WHEN[:-1])
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_a_layer_that_one_rank_alone_freezes_is_refused(ranks2, how, when):

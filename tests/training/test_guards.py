@@ -572,7 +572,7 @@ def test_an_early_stop_carries_the_planned_epsilon_unless_it_is_declared():
 
 
 def test_with_a_budget_the_planned_steps_are_those_that_it_allows():
-    training = training_of(num_steps=500, budget=tp.privacy.Budget(4.0, 1e-3))
+    training = training_of(num_steps=500, examples={"budget": tp.privacy.Budget(4.0, 1e-3)})
     assert training.spent().planned.high <= 4.0
     loop(training)
     assert training.step_count < 500

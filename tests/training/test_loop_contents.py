@@ -4,6 +4,7 @@
 import functools
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ def cached(x):
 
 
 def table():
-    return pytest.importorskip("pandas").DataFrame({"a": [1, 2]})
+    return pd.DataFrame({"a": [1, 2]})
 
 
 def written(value):

@@ -764,7 +764,7 @@ HONEST = [
 ]
 
 
-@pytest.mark.thorough(but=2)
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("loop", HONEST)
 def test_loops_that_keep_logs_clocks_and_teachers_train_without_a_warning(loop):
     model = network()

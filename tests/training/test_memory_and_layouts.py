@@ -29,6 +29,7 @@ from trainings import (
 import torch_privacy as tp
 from torch_privacy.jacobian.layouts.known import Layouts
 from torch_privacy.mechanisms.base import PRICED_ROUNDING
+from torch_privacy.mechanisms.noise import Noise
 
 MEASURED_EVERY_BATCH = ["irregular: packed", "irregular: two experts each", "irregular: sorted by expert"]
 
@@ -82,13 +83,14 @@ def test_any_memory_budget_gives_the_same_training(case):
     assert all((result - results[0]).abs().max() < 1e-9 for result in results)
 
 
+@pytest.mark.thorough
 def test_memory_budget_decides_what_is_kept(monkeypatch):
     """Rows that are kept and rows that are recomputed differ only by rounding; with noise they lie on one grid."""
     x = torch.randn(N, 9, 16)
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     with_noise = [trained_under(budget, copy.deepcopy(model), x) for budget in (1e-9, 100)]
     torch.testing.assert_close(*with_noise, rtol=1e-9, atol=1e-9)
-    monkeypatch.setattr(tp.noise.Noise, "add_to", lambda *arguments: None)
+    monkeypatch.setattr(Noise, "add_to", lambda *arguments: None)
     least, few_bytes, most = (trained_under(budget, copy.deepcopy(model), x) for budget in (1e-9, 101, 100))
     assert torch.equal(least, few_bytes)
     assert not torch.equal(least, most)

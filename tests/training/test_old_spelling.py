@@ -29,6 +29,11 @@ OLD = {
         {"owners": [i // 2 for i in range(40)]},
         "tp.Examples(dataset, owners=owners, per_owner=2, owner_name='user')",
     ),
+    "budget": (
+        {"budget": tp.Budget(3.0, 1e-3)},
+        {"budget": tp.Budget(3.0, 1e-3)},
+        "tp.Examples(dataset, budget=budget)",
+    ),
     "performance": (
         {"microbatch_size": 4, "memory_budget": 1.5},
         {},

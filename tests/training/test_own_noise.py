@@ -27,7 +27,7 @@ from trainings import (
 
 import torch_privacy as tp
 from torch_privacy import privacy
-from torch_privacy.noise import TailNoise
+from torch_privacy.mechanisms.noise import TailNoise
 from torch_privacy.training.own_noise import _lower_bounds, stddev_of
 
 DELTA = 1e-4

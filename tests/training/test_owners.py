@@ -46,7 +46,8 @@ from torch_privacy.mechanisms.base import PRICED_ROUNDING
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.sampling.owners import Owners, OwnerSampler, owners_of
 from torch_privacy.sampling.samplers import PoissonSampler
-from torch_privacy.training.release import Releases, _cut_between
+from torch_privacy.training.draws import _cut_between
+from torch_privacy.training.release import Releases
 
 SIZES = [1, 9, 2, 5, 3, 1, 7, 4, 6, 2]  # of ten owners, 40 examples in all
 IDS = np.random.default_rng(0).permutation(np.repeat([f"c{i}" for i in range(10)], SIZES))
@@ -656,7 +657,7 @@ def test_units_are_those_of_the_sampler_in_every_part():
     sampler = sampler_of(training)
     releases = training._state.releases
     assert isinstance(releases, Releases)
-    shares = releases.parts(0)
+    shares = releases.draws.parts(0)
     assert np.concatenate([share.indices for share in shares]).tolist() == sampler.indices(0).tolist()
     for share in shares:
         names = IDS[share.indices]

@@ -30,7 +30,7 @@ from trainings import cross_entropy
 
 import torch_privacy as tp
 from torch_privacy.mechanisms.base import ClippedSum
-from torch_privacy.noise import Noise
+from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.training.placement import Ranked, placement_of
 
 WIDTHS = 5, 1030, 70, 3  # 2 rows of the first layer for most of 1,024 ranks; the others have fewer rows than ranks

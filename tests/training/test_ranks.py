@@ -107,7 +107,7 @@ def test_each_clipping_rule_clips_as_in_one_process(ranks2, rule, how):
     assert_as_in_one_process(ranks2, "uneven", how, clipping=own(rule), noise_multiplier=noise)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["adaptive", "per layer"])
 def test_clipping_rules_take_microbatches(ranks2, rule):
     noise = 1.0 if rule == "adaptive" else HARDLY_ANY_NOISE

@@ -111,7 +111,7 @@ BATCHES = [
 ]
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", BATCHES)
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_two_ranks_divide_the_batch_of_one_process(ranks2, how, settings):

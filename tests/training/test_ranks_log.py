@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A log that leaves out rehearsals and stand-ins counts each example of a batch once, on one rank."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +30,7 @@ def logged(rank: int, wrap: bool = True) -> list[int]:
     return sizes
 
 
+@pytest.mark.thorough
 def test_stand_ins_are_told_apart_and_rehearsals_are_those_of_all_ranks(ranks2):
     first, second = ranks2.run(logged)
     alone = logged(0, wrap=False)

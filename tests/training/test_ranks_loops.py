@@ -167,7 +167,7 @@ def masks(rank: int, how: str) -> list[list[float]]:
     return kept
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @HOWS
 def test_no_two_examples_share_random_numbers(ranks2, how):
     """With one seed for all ranks, the first examples of their parts would have one dropout mask."""

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from trainings import data, private_training
 
 import torch_privacy as tp
-from torch_privacy.noise import Noise
+from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.privacy import Ledger
 
 SHARDED_OR_NOT = pytest.mark.parametrize("how", ["layers", "ddp"])
@@ -115,7 +115,7 @@ def differing(rank: int, how: str, on_rank_1: str) -> None:
         "microbatch_size": {"performance": tp.Performance(microbatch_size=3)},
         "views": {"examples": {"views": 2}},
         "delta": {"delta": 1e-3},
-        "budget": {"budget": tp.privacy.Budget(3.0, 1e-3)},
+        "budget": {"examples": {"budget": tp.privacy.Budget(3.0, 1e-3)}},
         "prior_releases": {"prior_releases": [tp.privacy.Release(tp.privacy.Gaussian(1.0), "before")]},
         "memory_budget": {"performance": tp.Performance(memory_budget=1.5)},
         "assume_independent": {"examples": {"assume_independent": "it is"}},

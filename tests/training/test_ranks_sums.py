@@ -47,7 +47,7 @@ def in_small_buckets(rank: int, name: str, how: str) -> tuple[dict[str, Tensor],
     return result.weights, len(computed)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 @pytest.mark.parametrize(
     "name", ["uneven", "microbatches", "tied", "prelu and weight norm", "gru", "non-finite examples", "memory budget"]

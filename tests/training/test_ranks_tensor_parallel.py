@@ -184,7 +184,7 @@ def test_settings_mean_the_same_over_shards(ranks2, mesh, name):
     assert (expected.non_finite > 5) == (name == "examples that are not finite")
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "mesh"),
     [*zip(["perceptron", "uneven shards", "tied", PADDED, "table by features"], itertools.cycle([(1, 2), (2, 1)]))],
@@ -206,6 +206,7 @@ def test_settings_mean_the_same_on_four_ranks(ranks4, case, name):
     assert_as_in_one_process(ranks4, case, (2, 2), "adam", **SETTINGS[name])
 
 
+@pytest.mark.thorough
 def test_the_ledger_is_that_of_one_process(ranks2):
     expected, found = assert_as_in_one_process(ranks2, "perceptron")
     assert found[0].ledger["events"] == expected.ledger["events"]
@@ -248,6 +249,7 @@ def moving(rank: int) -> None:
             model[4].bias.data += 1
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default:PrivateTraining. the trained weights were changed")  # by rank 1 alone
 def test_weights_that_drift_on_one_rank_are_refused(ranks2):
     assert "after 2 steps rank 1 has other weights than a rank with the same shard" in ranks2.refusal(moving)

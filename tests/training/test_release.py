@@ -32,6 +32,7 @@ from trainings import (
 
 import torch_privacy as tp
 from torch_privacy.mechanisms.base import PRICED_ROUNDING
+from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.mechanisms.sums import ROUNDING, BoundCheck
 
 
@@ -351,7 +352,7 @@ def test_parameters_of_any_precision_train(dtype):
 
 def test_layers_may_be_frozen_and_unfrozen_during_training(monkeypatch):
     """Layouts are learned for the trained layers: positions come first in the second layer, examples in the others."""
-    monkeypatch.setattr(tp.noise.Noise, "add_to", lambda *arguments: None)
+    monkeypatch.setattr(Noise, "add_to", lambda *arguments: None)
 
     class Net(nn.Module):
         def __init__(self):

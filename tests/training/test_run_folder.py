@@ -25,11 +25,11 @@ from trainings import ZERO_OUT, cross_entropy, data, network, parameters_of, tra
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.cli import run
-from torch_privacy.report import render as report
-from torch_privacy.report import training_plots
-from torch_privacy.report.render import render
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import MOST_ROWS, Log
+from torch_privacy.runs.report import render as report
+from torch_privacy.runs.report import training_plots
+from torch_privacy.runs.report.render import render
 from torch_privacy.support.write_file import write_whole
 from torch_privacy.training import run_files
 
@@ -248,7 +248,7 @@ def test_a_training_that_stops_early_is_unfinished_until_it_is_written(tmp_path)
 
 def test_a_training_that_its_budget_stops_is_written(tmp_path):
     allowed = privacy.compose([(privacy.SubsampledGaussian(1.0, 8 / 40, ZERO_OUT), 4)]).epsilon_high(1e-3)
-    training = new(tmp_path, budget=privacy.Budget(allowed, 1e-3))
+    training = new(tmp_path, examples={"budget": privacy.Budget(allowed, 1e-3)})
     train(training)
     results = results_in(tmp_path)
     assert (results["num_steps_made"], results["privacy"]["num_steps"]) == (4, 4)

@@ -11,8 +11,8 @@ import safetensors.torch
 import torch
 from ranked import CASES, go, start, whole_weights
 
-from torch_privacy.report import render as report
 from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.report import render as report
 
 pytestmark = [pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")]
 

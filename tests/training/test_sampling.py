@@ -175,7 +175,7 @@ def test_a_target_is_met_with_less_noise_than_under_poisson_sampling():
 
 def test_a_budget_stops_before_the_epoch_that_would_exceed_it():
     budget = privacy.Budget(price([(EPOCH, 2)]).high + 1e-6, DELTA)
-    training = training_of(**BINS, budget=budget)
+    training = training_of(**BINS, examples={"budget": budget})
     train(training)
     assert training.step_count == 10
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from trainings import ZERO_OUT
+from trainings import ZERO_OUT, private_training
 
 import torch_privacy as tp
 from torch_privacy import privacy
@@ -30,7 +30,7 @@ def training_of(model=None, *, lr=0.1, **more):
     if "epochs" in settings:
         del settings["num_steps"]
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return tp.PrivateTraining(model, optimizer, DATA, expected_batch_size=10, **settings)
+    return private_training(model, optimizer, DATA, expected_batch_size=10, **settings)
 
 
 def train(training, steps=None):
@@ -126,7 +126,7 @@ def test_a_budget_stops_before_the_step_that_would_exceed_it():
     whole = [(privacy.SubsampledGaussian(factor, 1 / 6), 1) for factor in factors]
     epsilons = [privacy.compose(whole[: k + 1]).epsilon_high(1e-3) for k in range(STEPS)]
     limit = (epsilons[4] + epsilons[5]) / 2
-    training = train(training_of(noise_schedule=factors, budget=privacy.Budget(limit, 1e-3)))
+    training = train(training_of(noise_schedule=factors, examples={"budget": privacy.Budget(limit, 1e-3)}))
     assert training.step_count == 5
     assert training.spent().epsilon.high == epsilons[4]
 

@@ -155,7 +155,7 @@ def test_batches_are_those_of_a_data_loader(dataset):
 
 def test_training_stops_by_itself_before_a_budget_is_exceeded():
     budget = tp.privacy.Budget(epsilon=3.0, delta=1e-3)
-    training = training_of(num_steps=10_000, noise_multiplier=2.0, budget=budget)
+    training = training_of(num_steps=10_000, noise_multiplier=2.0, examples={"budget": budget})
     train(training)
     (event, made), *others = training.ledger.events
     assert not others
@@ -168,7 +168,7 @@ def test_training_stops_by_itself_before_a_budget_is_exceeded():
 
 def test_budget_that_allows_no_step_is_refused():
     with pytest.raises(tp.Refused, match="does not allow one step"):
-        training_of(noise_multiplier=0.3, budget=tp.privacy.Budget(epsilon=0.1, delta=1e-6))
+        training_of(noise_multiplier=0.3, examples={"budget": tp.privacy.Budget(epsilon=0.1, delta=1e-6)})
 
 
 class Normalizing(nn.Module):

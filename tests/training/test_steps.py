@@ -24,7 +24,7 @@ def test_each_iterator_is_one_step_also_for_an_empty_batch():
             training.step(cross_entropy(model, x, y))
             sizes[-1] += 0 if training.rehearsing else len(x)
         assert training.step_count == k + 1
-    assert sizes == [len(training._state.releases.indices(k)) for k in range(12)]
+    assert sizes == [len(training._state.releases.draws.indices(k)) for k in range(12)]
     assert 0 in sizes
     assert max(sizes) > 1
     for x, y in expected:
@@ -93,4 +93,4 @@ def test_a_loop_that_goes_on_after_an_error_of_the_release_must_iterate_anew(mon
         train_on(training)
     assert training.step_count == 3
     sizes = [len(batch) for batch in train(training)]
-    assert sizes == [len(training._state.releases.indices(step)) for step in (3, 4, 5)]
+    assert sizes == [len(training._state.releases.draws.indices(step)) for step in (3, 4, 5)]

@@ -18,6 +18,7 @@ from torch_privacy.cli import (
     reproduce,
     schema,
     search,
+    synthesize,
     train,
     verify,
 )
@@ -28,7 +29,7 @@ from torch_privacy.support.validate import InvalidValue
 
 __all__ = [
     "accounting", "audit", "budget", "explain", "main", "predict", "report", "reproduce", "run", "schema", "search",
-    "train", "verify",
+    "synthesize", "train", "verify",
 ]  # fmt: skip
 
 USER_MISTAKE = 2

@@ -60,7 +60,7 @@ class PlotOutput:
         """Writes a figure made by `accounting_plots` and says its path, if it is asked for."""
         if self.plot is None:
             return
-        from torch_privacy.report import accounting_plots, figures
+        from torch_privacy.runs.report import accounting_plots, figures
 
         with naming(self.plot):
             figures.save(figure(accounting_plots), self.plot)

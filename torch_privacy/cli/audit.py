@@ -105,7 +105,7 @@ def audit(
         _of_loop(loop, {**options, "--scores": scores, "--out": out}, significance, as_json)
     if run is None:
         raise ValueError("audit: name a RUN, or a loop of any library by --loop package.module:function.")
-    from torch_privacy.report import audit as page
+    from torch_privacy.runs.report import audit as page
 
     canaries, score, significance = canaries or "1000", score or "gradient", _given(significance, USUAL_SIGNIFICANCE)
     if scores is not None:

@@ -54,9 +54,9 @@ def report(runs: Runs, out: Out = Path("report.html"), model_card: Card = None, 
 
     With --model-card, also write the model card of one training.
     """
-    from torch_privacy.report import model_card as cards
-    from torch_privacy.report import render as page
     from torch_privacy.runs.folder import RunFolder
+    from torch_privacy.runs.report import model_card as cards
+    from torch_privacy.runs.report import render as page
 
     if model_card is not None and len(runs) != 1:
         raise ValueError(f"report: {CARD} is for one training, and {len(runs)} runs were given. Name one RUN.")

@@ -44,6 +44,14 @@ FIXED = "noise_multiplier", "target_epsilon", "delta", "epochs", "seed", "data" 
 
 
 @dataclass(frozen=True)
+class Compared:
+    """The data on which settings are compared."""
+
+    on: Where = "synthetic"
+    stand_in: StandIn = None
+
+
+@dataclass(frozen=True)
 class Tried:
     """The values to try."""
 
@@ -76,8 +84,7 @@ class Runs:
 def search(
     *,
     experiment: Name,
-    on: Where = "synthetic",
-    stand_in: StandIn = None,
+    compared: Compared,
     tried: Tried,
     tries: Tries = None,
     projections: Projections = 3,
@@ -97,9 +104,9 @@ def search(
     values = {name: given for name, given in asdict(tried).items() if given}
     if not values:
         raise ValueError("search: give values to try, as in --learning-rate 0.1 --learning-rate 0.3 --clip-norm 1.")
-    if (on == "public") != (stand_in is not None):
+    if (compared.on == "public") != (compared.stand_in is not None):
         raise ValueError("search: --on public needs --stand-in DIR, and nothing else does.")
-    if budget is not None and on != "private":
+    if budget is not None and compared.on != "private":
         raise ValueError("search: --budget is for --on private; on other data the choice costs nothing.")
     if {"noise_multiplier", "target_epsilon"} <= chosen.keys():
         raise ValueError("search: --noise-multiplier and --epsilon exclude each other; give one of them.")
@@ -108,10 +115,10 @@ def search(
     from torch_privacy.experiments.search import grid
 
     candidates = grid(values, tries, chosen.get("seed", 0))
-    if on == "private":
+    if compared.on == "private":
         _search_privately(folder, experiment, candidates, asdict(runs) | chosen, budget, output)
         return
-    public = None if stand_in is None else str(stand_in.absolute())
+    public = None if compared.stand_in is None else str(compared.stand_in.absolute())
     best, content = _try(experiment, candidates, projections, public, fixed, quiet=output.silent)
     if not then_train or not output.as_json:
         print_result(content, _lines(content), output.as_json)

@@ -60,10 +60,11 @@ def new_training(
         "target_epsilon": settings.target_epsilon,
         **task.private(model),
     }
+    budget = arguments.pop("budget", None)  # a table's, which is bound to its rows
     if run_folder is None:  # only to price it
-        arguments.pop("budget", None)
-    elif settings.budget is not None and "budget" not in arguments:  # a table's is bound to its rows
-        arguments["budget"] = _opened(settings.budget)
+        budget = None
+    elif settings.budget is not None and budget is None:
+        budget = _opened(settings.budget)
     if projections:
         arguments["clipping"] = _sketched(projections, arguments["clipping"])
     with warnings.catch_warnings():
@@ -71,7 +72,7 @@ def new_training(
         return tp.PrivateTraining(
             wrapped_for_ranks(model),
             optimizer,
-            tp.Examples(task.train, views=task.views, **task.owners),
+            tp.Examples(task.train, views=task.views, budget=budget, **task.owners),
             expected_batch_size=settings.expected_batch_size,
             num_steps=num_steps,
             delta=settings.delta,

@@ -47,8 +47,8 @@ def template(path: Path, target: str | None, *, ignore: tuple[str, ...] = ()) ->
     """Returns the template of a table's schema file, from names and storage types alone."""
     with needing_extra():
         if target is None:
-            raise ValueError(f"schema: name the column to predict with --target, one of {_names(_table(path))}.")
-        _check_column("schema", "target", target, _table(path), path)
+            raise ValueError(f"schema: name the column to predict with --target, one of {_names(table_in(path))}.")
+        check_column("schema", "target", target, table_in(path), path)
         return tables.Schema.template(path, target, ignore=ignore).to_toml()
 
 
@@ -59,18 +59,18 @@ def complete(path: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: the file is no table, a column is unknown, or a setting is missing.
     """
     with needing_extra():
-        frame = _table(path)
+        frame = table_in(path)
         if "target" not in chosen:
             raise ValueError(f"train: name the column to predict with --target, one of {_names(frame)}.")
-        _check_column("train", "target", chosen["target"], frame, path)
-        _check_owner(chosen, frame, path)
-        schema = _declared(path, chosen["target"], chosen.get("schema"), chosen.get("owner"))
+        check_column("train", "target", chosen["target"], frame, path)
+        check_owner(chosen, frame, path)
+        schema = declared(path, chosen["target"], chosen.get("schema"), chosen.get("owner"))
         if "target_epsilon" not in chosen and not ("noise_multiplier" in chosen and schema.is_complete):
             reason = "; --noise-multiplier needs a complete schema" if "noise_multiplier" in chosen else ""
             raise ValueError(f"train: name the total privacy loss with --epsilon, such as 2{reason}.")
         share = chosen.get("test_share", TEST_SHARE)
         _check.strictly_between("train", 0, 1, test_share=share)
-        owners = _owners(frame, chosen.get("owner"), path)
+        owners = owners_in(frame, chosen.get("owner"), path)
         seed = chosen.get("seed", 0)
         _check.whole("train", seed=seed)
         try:
@@ -115,8 +115,8 @@ def build_task(
     _check.strictly_between("train", 0, 1, schema_share=settings.schema_share, test_share=settings.test_share)
     path, ranks = Path(settings.file), Ranks.here("train")
     with ranks.together("reads the table"), needing_extra():
-        frame, digest = _table(path), _digest(path)
-        owners = _owners(frame, settings.owner, path)
+        frame, digest = table_in(path), _digest(path)
+        owners = owners_in(frame, settings.owner, path)
         train_rows, test_rows = tables.split(len(frame), seed=settings.seed, share=settings.test_share, owners=owners)
         if released and released["digest"] != digest:
             raise ValueError(f"train: {path}: was changed since the run began. Restore it; another table is a new run.")
@@ -190,7 +190,7 @@ def _learn(
 ) -> dict[str, Any]:
     """Learns privately what the schema leaves open; returns the completed schema with its price, as plain data."""
     path = Path(settings.file)
-    schema = _declared(path, settings.target, settings.schema, settings.owner)
+    schema = declared(path, settings.target, settings.schema, settings.owner)
     if schema.is_complete:
         return {"schema": schema.to_toml(), "events": [], "fingerprints": [], "notes": []}
     share, kept, noise = settings.schema_share, _Kept(table_notes.event_unit(settings), new_ledger), None
@@ -274,43 +274,45 @@ def _squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.where(targets.isnan(), 0.0, outputs - targets).square()
 
 
-def _declared(path: Path, target: str, file: str | None, owner: str | None) -> tables.Schema:
+def declared(path: Path, target: str, file: str | None, owner: str | None, where: str = "train") -> tables.Schema:
     """Returns the schema that the user declares public, or the cautious template."""
     ignored = () if owner is None else (owner,)
     if file is None:
         return tables.Schema.template(path, target, ignore=ignored)
     schema = tables.Schema.read(file)
     if schema.target != target:
-        raise ValueError(f"train: {file}: is the schema for the target {schema.target!r}, not for {target!r}.")
+        raise ValueError(f"{where}: {file}: is the schema for the target {schema.target!r}, not for {target!r}.")
     if any(column.name == owner and column.kind != "ignored" for column in schema.columns):
-        raise ValueError(f'train: {file}: {owner!r} names the persons; give it kind = "ignored" in the schema.')
-    schema.check_frame(_table(path), str(path))
+        raise ValueError(f'{where}: {file}: {owner!r} names the persons; give it kind = "ignored" in the schema.')
+    schema.check_frame(table_in(path), str(path))
     return schema
 
 
-def _check_column(where: str, option: str, name: str, frame: DataFrame, path: Path) -> None:
+def check_column(where: str, option: str, name: str, frame: DataFrame, path: Path) -> None:
+    """Refuses the name of a column that the table lacks."""
     if name not in frame.columns:
         close = get_close_matches(name, map(str, frame.columns), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"{where}: --{option} {name!r} is no column of {path}, which has {_names(frame)}.{hint}")
 
 
-def _check_owner(chosen: Mapping[str, Any], frame: DataFrame, path: Path) -> None:
+def check_owner(chosen: Mapping[str, Any], frame: DataFrame, path: Path, where: str = "train") -> None:
+    """Refuses options of the persons that do not belong together, or name no column."""
     owner, most = chosen.get("owner"), chosen.get("per_owner")
     if (owner is None) != (most is None):
         raise ValueError(
-            "train: --owner COLUMN and --per-owner K belong together: the column that names the person of each row, "
+            f"{where}: --owner COLUMN and --per-owner K belong together: the column that names the person of each row, "
             "and the largest number of rows of one person to use."
         )
     if owner is None or most is None:
         return
-    _check.whole("train", at_least=1, per_owner=most)
-    _check_column("train", "owner", owner, frame, path)
+    _check.whole(where, at_least=1, per_owner=most)
+    check_column(where, "owner", owner, frame, path)
     if owner == chosen["target"]:
-        raise ValueError(f"train: --owner {owner!r} is the target; name the column of the persons.")
+        raise ValueError(f"{where}: --owner {owner!r} is the target; name the column of the persons.")
 
 
-def _owners(frame: DataFrame, owner: str | None, path: Path) -> Any:
+def owners_in(frame: DataFrame, owner: str | None, path: Path, where: str = "train") -> Any:
     """Returns the person of each row, or None; refuses rows without a person, which would not be protected."""
     if owner is None:
         return None
@@ -318,8 +320,8 @@ def _owners(frame: DataFrame, owner: str | None, path: Path) -> Any:
     empty = column.isna() | (column.astype("string").str.strip() == "")
     if empty.any():
         raise ValueError(
-            f"train: {path}: some rows have no {owner!r}. Every row must name its person: fill in what is missing, or "
-            "delete these rows."
+            f"{where}: {path}: some rows have no {owner!r}. Every row must name its person: fill in what is missing, "
+            "or delete these rows."
         )
     return column.astype("string").str.strip().to_numpy(dtype=str)
 
@@ -328,7 +330,7 @@ def _names(frame: DataFrame) -> str:
     return _check.quoted(map(str, frame.columns), at_most=table_notes.MOST_NAMES)
 
 
-def _table(path: Path) -> DataFrame:
+def table_in(path: Path) -> DataFrame:
     """Returns the table in a file, from memory if the file is unchanged."""
     try:
         state = path.stat()

@@ -23,7 +23,7 @@ from torch_privacy.experiments import load_trainable
 from torch_privacy.experiments.fitting import new_training, test_score
 from torch_privacy.experiments.search import TRIED, Candidate, trained
 from torch_privacy.experiments.task import ACCURACY, Settings, Task, check_numbers, check_settings, number_of_steps
-from torch_privacy.noise import Noise
+from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.privacy.budget_file import new_run
 from torch_privacy.privacy.search import search_privately
 from torch_privacy.privacy.spent import CHOICE_OF_SETTINGS

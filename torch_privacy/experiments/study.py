@@ -13,8 +13,8 @@ from torch_privacy.runs.rows import Numbers, Row, TableColumn
 
 if TYPE_CHECKING:
     from torch_privacy.privacy import Ledger
-    from torch_privacy.report.figures import Figure
     from torch_privacy.runs.folder import RunFolder
+    from torch_privacy.runs.report.figures import Figure
 
 
 @dataclass(frozen=True)

@@ -137,10 +137,12 @@ class PrivateTrainer(TrainerReporting):
         return TrainerBatches(dataset, steps_of(self._sampled(), self.args, self._given_examples().num_units)[1])
 
     def _given_examples(self) -> Examples:
-        """Returns the train data as they were given, with all columns."""
+        """Returns the train data as they were given, with all columns; other data than these have the same budget."""
         dataset: Any = self.train_dataset
         given = self._examples
-        return given if given is not None and given.dataset is dataset else Examples(dataset)
+        if given is not None and given.dataset is dataset:
+            return given
+        return Examples(dataset, budget=None if given is None else given.budget)
 
     def _sampled(self) -> dict[str, Any]:
         """Returns the keywords of the training, with the way in which batches are drawn."""

@@ -20,6 +20,7 @@ from .layouts.predict import Disagreement
 from .parallel.shards import whole_losses
 from .recording.paths import RecordedGraph, reach
 from .recording.recorder import Recorder
+from .rows.blocks import Direction
 from .rows.operator import Jacobian
 from .rows.streamed_sum import Clip, Observe, StreamedSum, SumRequest
 
@@ -49,6 +50,7 @@ class Tape(Recorder):
     ):
         self.layouts = layouts if layouts is not None else Layouts()
         super().__init__(parameters, constants, num_examples, self.layouts.filled)
+        self.log.again.saved_at = self.layouts.saved_at
         self.measured = False
 
     def jacobian(
@@ -77,6 +79,7 @@ class Tape(Recorder):
         may_miss: Iterable[str] = (),
         memory_budget: float = MEMORY_BUDGET,
         observe: Observe | None = None,
+        observe_on: Direction | None = None,
     ) -> dict[str, Tensor]:
         """Returns Σᵢ cᵢ row_i with factors group by group, by one backward that keeps no more than the budget allows.
 
@@ -89,12 +92,13 @@ class Tape(Recorder):
             may_miss: as of ``jacobian``.
             memory_budget: peak memory allowed: up to 100 in units of what non-private training needs, else in bytes.
             observe: receives the rows of every group before they are summed.
+            observe_on: the only direction that ``observe`` projects rows on; None if it may ask anything.
 
         Returns:
             The clipped sum by name, which is verified on the first batches. Under a budget below what must be held,
             the graph stays instead, and a second backward with the factors as cotangent gives the sum.
         """
-        return self._answer(SumRequest(groups, clip, merging, observe, memory_budget), losses, may_miss)
+        return self._answer(SumRequest(groups, clip, merging, observe, memory_budget, observe_on), losses, may_miss)
 
     def _answer(
         self, request: SumRequest, losses: Tensor, may_miss: Iterable[str], *, retain_graph: bool = False

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..jacobian.layouts.known import Merging
 from ..jacobian.recording.coverage import CodePath
+from ..jacobian.rows.blocks import Direction
 from ..jacobian.rows.operator import Jacobian, RowsOfBatch
 from ..jacobian.rows.streamed_sum import DeferredSum
 from ..support.validate import Refused
@@ -70,6 +71,7 @@ class Recording(Protocol):
         may_miss: Iterable[str] = (),
         memory_budget: float = ...,
         observe: Callable[[RowsOfBatch, str], None] | None = None,
+        observe_on: Direction | None = None,
     ) -> dict[str, Tensor]:
         """Returns the clipped sum by name; see `Tape.clipped_sum`."""
         ...

@@ -16,7 +16,6 @@ from torch.optim import SGD, Optimizer
 
 from ..jacobian.layouts.known import Layouts
 from ..jacobian.recording.paths import check_losses
-from ..jacobian.rows.operator import PlanRow
 from ..jacobian.tape import Tape
 from ..sampling.variants import CollatedExamples
 from ..support.fixed_draws import drawing_in
@@ -25,7 +24,8 @@ from ..support.normalization import SmallGroups
 from ..support.random_state import RandomState, SeededRandomNumbers, frozen, random_position, seeded
 from ..support.torch_modes import tensors_in, uncompiled
 from ..support.validate import Refused, quoted
-from .checkup import EXACT, NOT_CHECKED, REFUSED, Checkup, ParameterUse, Problem, Verdict
+from .checkup import Checkup
+from .findings import Findings, Refusal
 from .recorded_run import RecordedRun, message_of
 from .rehearsal.kept import draw_halves
 from .rehearsal.rehearsal import Rehearsal, RehearsalMemory
@@ -34,7 +34,6 @@ from .rehearsal.turn import Answers, Turn
 from .requirements import TensorsOf, check_model, check_no_gradient_hooks
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
-_Refusal = tuple[tuple[str, ...], str]  # names of the parameters concerned, and the message
 
 
 def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checkup:
@@ -80,7 +79,7 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checkup:
 
 
 class _Examination:
-    """Runs one ``check``: keeps the model's original state and the problems found so far."""
+    """Runs one ``check``: keeps the model's original state."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, batch: Any):
         self._model, self._loss_fn, self._batch = model, loss_fn, batch
@@ -88,11 +87,7 @@ class _Examination:
         # The checks of requirements.py expect an optimizer; they read only its list of parameters.
         self._optimizer: Optimizer = SGD(self._parameters.values(), lr=0.0)
         self._tensors_of = TensorsOf(model, self._optimizer, attribute_tensors(model))
-        self._problems: list[Problem] = []
-        self._notes: list[str] = []
-        self._meetings: dict[str, tuple[ParameterUse, ...]] = {}
-        self._plan: list[PlanRow] = []
-        self._exact: Sequence[str] = ()
+        self._found = Findings()
         self._num_examples = 0
         self._layouts = Layouts()
 
@@ -104,15 +99,15 @@ class _Examination:
                 self._run()
             finally:
                 self._before.restore()
-        verdicts = tuple(self._verdict(name, p) for name, p in self._parameters.items())
-        return Checkup(self._num_examples, verdicts, tuple(self._problems), tuple(self._notes))
+        verdicts = tuple(self._found.verdict(name, p) for name, p in self._parameters.items())
+        return Checkup(self._num_examples, verdicts, tuple(self._found.problems), tuple(self._found.notes))
 
     def _run(self) -> None:
         """Runs all checks; those of rows and independence need usable losses."""
         for name, p in self._parameters.items():
-            self._passes("parameters", (name,), check_no_gradient_hooks, {name: p})
+            self._found.passes("parameters", (name,), check_no_gradient_hooks, {name: p})
         batch_norm_parameters = self._put_batch_norms_in_eval_mode()
-        with SmallGroups(self._model, self._notes.append):
+        with SmallGroups(self._model, self._found.notes.append):
             losses = self._losses(self._batch)
         if self._usable(losses):
             self._num_examples = len(losses)
@@ -131,40 +126,42 @@ class _Examination:
         batch_norms = [m for m in self._model.modules() if isinstance(m, _BatchNorm) and m.training]
         parameters = {id(p) for m in batch_norms for p in m.parameters()}
         names = tuple(name for name, p in self._parameters.items() if id(p) in parameters)
-        if not self._passes("modules", names, check_model, self._model, self._optimizer):
-            self._notes.append("All other checks were made with the batch normalization in eval mode.")
+        if not self._found.passes("modules", names, check_model, self._model, self._optimizer):
+            self._found.notes.append("All other checks were made with the batch normalization in eval mode.")
         for module in batch_norms:
             module.training = False
         return names
 
     def _usable(self, losses: Any) -> bool:
         """True if the other checks can go on with these losses; reports the problem otherwise."""
-        if not self._passes("losses", (), check_losses, losses):
+        if not self._found.passes("losses", (), check_losses, losses):
             return False
         n, sizes = len(losses), sorted({len(t) for t in tensors_in(self._batch) if t.ndim})
         non_finite = (~losses.isfinite()).nonzero().flatten().tolist()
         if sizes and n not in sizes:
             examples = " or ".join(map(str, sizes))
-            self._blame("losses", f"there are {n} for a batch of {examples} examples: must be one for each example.")
+            self._found.blame(
+                "losses", f"there are {n} for a batch of {examples} examples: must be one for each example."
+            )
         elif n < 2:
-            self._blame("batch", f"it has {n} examples: must be at least 2, so that one can depend on the other.")
+            self._found.blame("batch", f"it has {n} examples: must be at least 2, so that one can depend on the other.")
         elif non_finite:
             listed = quoted(non_finite, at_most=5)
-            self._blame("losses", f"those of examples {listed} are not finite, nor would their gradients be.")
+            self._found.blame("losses", f"those of examples {listed} are not finite, nor would their gradients be.")
         return not (non_finite or n < 2 or (sizes and n not in sizes))
 
     def _check_parameters(self, names: Sequence[str]) -> None:
         """Finds the parameters with exact rows, by leaving out those that each refusal names; reports the refusals."""
-        refused: dict[str, list[_Refusal]] = {}  # by kind
+        refused: dict[str, list[Refusal]] = {}  # by kind
         run = self._record(names)
         while run.refusal is not None:
             blamed = _named_in(run.refusal, names) or tuple(names)
             refused.setdefault(_kind(run.refusal), []).append((blamed, run.refusal))
             names = [name for name in names if name not in blamed]
             run = self._record(names)
-        self._exact, self._plan = names, run.plan()
+        self._found.exact, self._found.plan = names, run.plan()
         for kind in refused.values():
-            self._blame_all(kind)
+            self._found.blame_all(kind)
 
     def _record(self, names: Sequence[str]) -> RecordedRun:
         """Records the batch with respect to these parameters, while the others are frozen."""
@@ -173,15 +170,8 @@ class _Examination:
         if names:
             with frozen(self._parameters, except_for=names):
                 run.run(self._model, lambda: self._losses(self._batch))
-            self._meetings |= run.meetings()
+            self._found.meetings |= run.meetings()
         return run
-
-    def _blame_all(self, refusals: list[_Refusal]) -> None:
-        """Reports refusals of one kind as one problem."""
-        (first, text), *others = refusals
-        more = [name for names, _ in others for name in names]
-        also = f" The same holds for {quoted(more, at_most=5)}." if more else ""
-        self._blame("parameters", text + self._in_modules(first) + also, (*first, *more))
 
     def _check_independence(self) -> None:
         """Checks that losses and rows stay the same when other examples of the batch are replaced or left out."""
@@ -189,7 +179,7 @@ class _Examination:
         generator = np.random.default_rng(0)
         examples = CollatedExamples(self._batch, n, generator)
         if examples.without(np.ones(n, bool)) is None:
-            self._notes.append(
+            self._found.notes.append(
                 "Nothing was rehearsed, because no tensor in the batch has the examples first: whether examples depend "
                 "on each other is not known. Training replaces items before they are collated, and will show it."
             )
@@ -203,9 +193,9 @@ class _Examination:
             while True:
                 turn = turns.send(self._answers(turn))
         except StopIteration:
-            self._notes += sorted(memory.notes)
+            self._found.notes += sorted(memory.notes)
         except Refused as error:
-            self._blame("examples", message_of(error), _named_in(str(error), self._all_names()))
+            self._found.blame("examples", message_of(error), _named_in(str(error), self._all_names()))
         finally:
             turns.close()
 
@@ -228,13 +218,13 @@ class _Examination:
 
     def _losses_and_rows(self, turn: Turn) -> tuple[Tensor, RowAnswers | None, int]:
         """Returns losses, norms and fingerprints of the exact rows, and a digest of the shapes in the forward."""
-        if not turn.rows or not self._exact:
+        if not turn.rows or not self._found.exact:
             return self._losses_of(turn), None, 0
         tensors = self._tensors()
-        frozen_names = (p for name, p in tensors.trained.items() if name not in self._exact)
-        exact = {name: tensors.trained[name] for name in self._exact}
+        frozen_names = (p for name, p in tensors.trained.items() if name not in self._found.exact)
+        exact = {name: tensors.trained[name] for name in self._found.exact}
         rows = RowAnswers()
-        with frozen(self._parameters, except_for=self._exact):
+        with frozen(self._parameters, except_for=self._found.exact):
             with Tape(exact, [*frozen_names, *tensors.constants], self._layouts, turn.count) as tape:
                 tape.note_inputs(turn.batch)
                 losses = self._losses_of(turn)
@@ -259,19 +249,6 @@ class _Examination:
             )
         return losses
 
-    def _blame(self, check: str, text: str, names: tuple[str, ...] = ()) -> None:
-        """Reports a problem."""
-        self._problems.append(Problem(check, names, text))
-
-    def _passes(self, check: str, names: tuple[str, ...], run: Callable, *args: Any) -> bool:
-        """True if ``run(*args)`` passes; reports its refusal as a problem of these parameters otherwise."""
-        try:
-            run(*args)
-        except Refused as error:
-            self._blame(check, message_of(error), names)
-            return False
-        return True
-
     def _tensors(self) -> ModelTensors:
         """Returns the present tensors of the model."""
         return self._tensors_of()
@@ -279,18 +256,6 @@ class _Examination:
     def _all_names(self) -> list[str]:
         """Returns the names of all parameters and buffers."""
         return [name for name, _ in (*self._model.named_parameters(), *self._model.named_buffers())]
-
-    def _in_modules(self, names: Sequence[str]) -> str:
-        """Returns a sentence with the modules that use these parameters; empty if there is none."""
-        modules = {met.module for name in names for met in self._meetings.get(name, ()) if met.module}
-        return f" (In module {quoted(sorted(modules))}.)" if modules else ""
-
-    def _verdict(self, name: str, p: Tensor) -> Verdict:
-        """Returns the verdict on one parameter."""
-        refused = any(name in problem.names for problem in self._problems)
-        verdict = REFUSED if refused else EXACT if name in self._exact else NOT_CHECKED
-        plan = tuple(row for row in self._plan if name in row.names)
-        return Verdict(name, tuple(p.shape), self._meetings.get(name, ()), plan, verdict)
 
 
 def _trainable(model: nn.Module) -> Mapping[str, nn.Parameter]:

@@ -63,7 +63,7 @@ class Accountant:
         for name, loaded in self._loaded.items():
             if all(run.name != name for run in self.runs):
                 events += loaded
-        return events + [pair for run in self.runs if run is not without for pair in run.own_events()]
+        return events + [pair for run in self.runs if run is not without for pair in run.trainings.own_events()]
 
     def releases(self, without: OpacusRun | None = None) -> list[privacy.Release]:
         """Returns what was released, for a training that builds on it."""
@@ -102,7 +102,7 @@ class Accountant:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the history, in a form that Opacus can load; nothing of it is secret."""
-        runs = dict(self._loaded) | {run.name: run.own_events() for run in self.runs}
+        runs = dict(self._loaded) | {run.name: run.trainings.own_events() for run in self.runs}
         return {
             "history": self.history,
             "mechanism": self._mechanism,

@@ -99,6 +99,6 @@ class Checkpointing:
             if part is not None and state:
                 part.load_state_dict(state)
         for run in self.accountant.runs:
-            if run.model is module:
-                run.restart(releases)
+            if run.trainings.model is module:
+                run.trainings.restart(releases)
         return checkpoint

@@ -127,9 +127,10 @@ class PrivacyEngine(Checkpointing):
             rand_on_empty: accepted; the loop does not see empty batches.
             epochs: number of passes that will be made, if known: ``engine.training.spent()`` then shows their epsilon
                 as planned, and further passes are refused. Without it up to 10,000 may be made.
-            **kwargs: for `PrivateTraining`: ``run_folder``, ``budget``, ``delta``, ``performance``,
-                ``prior_releases``, ``assume_independent``, ``noise_schedule``, ``callbacks``, ``test_seed``; and
-                ``clip_schedule``, a factor on ``max_grad_norm`` in every step, as ``Flat(1.0).scheduled`` takes it.
+            **kwargs: for `PrivateTraining`: ``run_folder``, ``delta``, ``performance``, ``prior_releases``,
+                ``noise_schedule``, ``callbacks``, ``test_seed``; for its `Examples`: ``budget``,
+                ``assume_independent``; and ``clip_schedule``, a factor on ``max_grad_norm`` in every step, as
+                ``Flat(1.0).scheduled`` takes it.
 
         Raises:
             Refused: what Opacus does and this engine does not.
@@ -185,7 +186,7 @@ class PrivacyEngine(Checkpointing):
             )
         self.dataset = dataset
         self.accountant.given += further.pop("prior_releases", ())
-        assumed = further.pop("assume_independent", None)
+        of_examples = {name: further.pop(name, None) for name in ("assume_independent", "budget")}
         collate = None if loader.collate_fn is default_collate else loader.collate_fn
         settings = {
             "expected_batch_size": len(dataset) / steps,
@@ -198,13 +199,12 @@ class PrivacyEngine(Checkpointing):
         run = OpacusRun(
             given.module,
             given.optimizer,
-            Examples(dataset, collate_fn=collate, num_workers=loader.num_workers, assume_independent=assumed),
+            Examples(dataset, collate_fn=collate, num_workers=loader.num_workers, **of_examples),
             settings,
             steps_per_epoch=steps,
             max_grad_norm=bound,
             loss_reduction=given.loss_reduction,
             batch_first=given.batch_first,
-            open_ended=given.epochs is None,
         )
         self.accountant.runs.append(run)
         first, loader = given.module if given.wrap_model else Hooks(), PrivateLoader(run, loader)

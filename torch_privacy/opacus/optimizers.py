@@ -62,21 +62,21 @@ class DPOptimizer(Optimizer):
     @property
     def noise_multiplier(self) -> float | None:
         """Returns the noise multiplier, as given or as a noise scheduler has set it."""
-        return self._set.get("noise", self._run.noise_at(0))
+        return self._set.get("noise", self._run.trainings.noise_at(0))
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
-        self._check("noise_multiplier", value, self._run.noise_at(), "noise_schedule", "ExponentialNoise")
+        self._check("noise_multiplier", value, self._run.trainings.noise_at(), "noise_schedule", "ExponentialNoise")
         self._set["noise"] = value
 
     @property
     def max_grad_norm(self) -> float | None:
         """Returns the bound on the gradient of an example, as given or as a gradient clip scheduler has set it."""
-        return self._set.get("clip", self._run.clip_norm_at(0))
+        return self._set.get("clip", self._run.trainings.clip_norm_at(0))
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        self._check("max_grad_norm", value, self._run.clip_norm_at(), "clip_schedule", "ExponentialGradClip")
+        self._check("max_grad_norm", value, self._run.trainings.clip_norm_at(), "clip_schedule", "ExponentialGradClip")
         self._set["clip"] = value
 
     def _check(self, name: str, value: float, planned: float | None, argument: str, scheduler: str) -> None:

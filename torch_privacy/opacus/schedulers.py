@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,44 @@ class SchedulerState:
             group.update(settings)
         for scheduler, state in self._states:
             vars(scheduler).update({key: _copied(value) for key, value in state.items()})
+
+
+class StepSchedulers:
+    """The schedulers of a loop, which are put back after a rehearsal, and after all but the last microbatch of a step.
+
+    Args:
+        optimizer: the original optimizer.
+        private: the one that the loop has in its place.
+    """
+
+    def __init__(self, optimizer: Optimizer, private: Optimizer):
+        self._optimizers = [optimizer, private]
+        self._found: list[Any] = []
+        self._references: list[int] = []  # to the optimizers, when schedulers were looked for
+        self._begun: tuple[int, SchedulerState] | None = None  # a step
+
+    def forget(self) -> None:
+        """Forgets the step that was begun."""
+        self._begun = None
+
+    def find(self) -> None:
+        """Looks for schedulers where there may be new ones, as it takes milliseconds: all know an initial rate."""
+        if not any("initial_lr" in group for group in self._optimizers[0].param_groups):
+            return
+        references = [sys.getrefcount(optimizer) for optimizer in self._optimizers]
+        if references != self._references:
+            self._found = schedulers_of(self._optimizers)
+            self._references = references
+
+    def begin(self, step: int) -> None:
+        """Remembers the schedulers at the first batch of a step."""
+        if self._found and (self._begun is None or self._begun[0] != step):
+            self._begun = step, SchedulerState(self._optimizers[0], self._found)
+
+    def end(self, step: int) -> None:
+        """Puts schedulers back after a batch that did not make the step."""
+        if self._begun is not None and self._begun[0] == step:
+            self._begun[1].restore()
 
 
 def _copied(value: Any) -> Any:

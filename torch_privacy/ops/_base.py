@@ -181,6 +181,11 @@ class Use(ABC):
         """Returns the tensors that must not be changed in place before the backward."""
         return ()
 
+    @property
+    def kind(self) -> str:
+        """Name of the rule."""
+        return type(self).__name__
+
 
 def add_at(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     """Adds rows (m, ..) in place to those of ``total`` with these indices (m,): on a GPU always in the same order."""

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from .dense import Rows, product
 from .elementwise import FactorUse, sum_to_weight
 from .gram import checked_sums
 from .linear import Linear
+
+OF_BAG = inspect.signature(F.embedding_bag)
 
 
 @dataclass(frozen=True)
@@ -290,31 +294,25 @@ def embedding(
     yield EmbeddingUse(weight, input, padding_idx)
 
 
-def embedding_bag(
-    y: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Iterator[Use]:
-    """Records ``y_k``: sum, mean or max of the vectors of bag k; bags are rows of input, or begin at ``offsets``."""
-    _check_options("ops.embedding_bag", max_norm, scale_grad_by_freq, sparse)
+def embedding_bag(y: Tensor, *args: Any, **kwargs: Any) -> Iterator[Use]:
+    """Records ``y_k``: sum, mean or max of the vectors of bag k; bags are rows of input, or begin at ``offsets``.
+
+    The arguments are those of ``F.embedding_bag``.
+    """
+    bound = OF_BAG.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given: Any = SimpleNamespace(**bound.arguments)
+    input, weight, padding_idx = given.input, given.weight, given.padding_idx
+    _check_options("ops.embedding_bag", given.max_norm, given.scale_grad_by_freq, given.sparse)
     if input.is_nested or input.is_floating_point():  # the second is a deprecated order of arguments
         return
     if padding_idx is not None:
         padding_idx %= len(weight)
-    weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
-    bags = Bags(input.reshape(-1), _offsets(input, offsets, include_last_offset), padding_idx, weights)
-    yield LargestUse(weight, bags, False) if mode == "max" else BagUse(weight, bags, mode == "mean")
-    if per_sample_weights is not None and input.ndim == 2:
-        yield BagWeightUse(per_sample_weights, weight, bags)
+    weights = None if given.per_sample_weights is None else given.per_sample_weights.reshape(-1)
+    bags = Bags(input.reshape(-1), _offsets(input, given.offsets, given.include_last_offset), padding_idx, weights)
+    yield LargestUse(weight, bags, False) if given.mode == "max" else BagUse(weight, bags, given.mode == "mean")
+    if given.per_sample_weights is not None and input.ndim == 2:
+        yield BagWeightUse(given.per_sample_weights, weight, bags)
 
 
 def _offsets(input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:

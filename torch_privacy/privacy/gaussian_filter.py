@@ -29,13 +29,14 @@ from functools import cached_property
 from math import exp, expm1, inf, log, log1p, sqrt
 
 import numpy as np
-from scipy.special import ndtr
+from scipy.special import log_ndtr, ndtr
 
 from .bracket import Array
 from .compose import compose
 from .engines.curve import bisect
 from .events.base import LARGEST_NOISE, Event, NeighboringRelation
 from .events.gaussian import Gaussian
+from .pairs.base import UNIT
 from .tradeoff import Gaussian as GaussianCurve
 
 REVEALED = 0.25  # part of δ with which everything is revealed: the tails of sampled steps are heavier than Gaussian
@@ -48,6 +49,16 @@ SMALLEST_SHARE, LARGEST_SHARE = 1e-9, 1e3
 LARGEST_MU, SMALLEST_MU = 1e3, 1e-9
 
 Releases = Iterable[tuple[Event, int]]
+
+
+def delta_low(mu: float, epsilons: Array) -> Array:
+    """Returns the δ of N(μ, 1) against N(0, 1) at each ε >= 0, without what rounding may have added; 0 at least.
+
+    It is a difference of two numbers that nearly agree where μ is small.
+    """
+    gain, log_loss = ndtr(mu / 2 - epsilons / mu), epsilons + log_ndtr(-mu / 2 - epsilons / mu)
+    rounding = 8 * UNIT * (16 + epsilons + np.abs(log_ndtr(-mu / 2 - epsilons / mu)))
+    return np.maximum(gain - np.exp(log_loss) - rounding * gain, 0.0)
 
 
 @dataclass(frozen=True)
@@ -129,11 +140,10 @@ class GaussianFilter:
         if deltas[-1] > revealed * (1 - SLACK):
             return False
         scale = (1 - SLACK) * (1 - revealed)
-        above = (1 - SLACK) * revealed + scale * np.asarray(GaussianCurve(mu).delta(epsilons)) - deltas
+        above = (1 - SLACK) * revealed + scale * delta_low(mu, epsilons) - deltas
         if (above < 0).any():
             return False
-        x = np.exp(epsilons)
-        width = np.diff(x)
+        width = np.exp(epsilons[:-1]) * np.expm1(np.diff(epsilons))  # of e^ε; a difference of powers would lose digits
         wide = width > 0
         chord = np.diff(deltas)[wide] / width[wide]
         slopes = -scale * ndtr(-mu / 2 - epsilons / mu)  # of δ in e^ε

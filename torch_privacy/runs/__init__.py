@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides run folders: the files of a training, its metrics, and tables of results."""
+"""Provides run folders: the files of a training, its metrics, tables of results, pages and plots."""

@@ -50,6 +50,8 @@ class FolderReader:
     report = File("report.html")
     coupled = File("coupled.json")  # which releases may leak, if a rehearsal found that examples depend
     schema = File("schema.toml")  # of a training on the user's own table
+    generator = File("generator.safetensors")  # of synthetic rows, with its page
+    synthesis = File("synthesis.html")  # PRIVATE: compares synthetic rows with real ones
     audit = File("audit/audit.json")
     card = File("README.md")
     paths = File("paths.json")  # PRIVATE: where the user's files are, of which settings have the names
@@ -111,6 +113,8 @@ class FolderReader:
         Raises:
             ValueError: If the file is damaged, or of none of these.
         """
+        if self.generator.is_file():
+            raise ValueError(f"{self.path}: holds a generator of synthetic rows. Its page is {self.synthesis}.")
         if not self.results.exists() and self.ledger.is_file():
             raise ValueError(
                 f"{self.path}: this training is unfinished (it has no results.json). Resume it. One in a loop of "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides ``Examples``: the data of a training, and what one unit of privacy is in them."""
+"""Provides ``Examples``: the data of a training, what one unit of privacy is in them, and what may be spent on them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from .. import privacy
 from ..support.validate import Refused, plain_number, whole
 from .batches import Batches, Collate
 from .canaries import WithCanaries
@@ -41,6 +42,9 @@ class Examples:
             example, and the others are in no step. ``expected_batch_size`` counts the examples that stay.
         owner_name: the word for an owner in every statement, such as "customer"; by default the column's name, or
             "owner".
+        budget: ``tp.Budget(epsilon, delta)``; training stops by itself before the step that would exceed it, if that
+            step comes before ``num_steps``. Or the budget of the data, ``tp.Budget.open(path, ...)``, from which other
+            runs draw, too: a training that does not fit is refused, before it reads a row. It needs ``run_folder``.
         assume_independent: a reason, in words, why examples do not depend on each other. No batch is rehearsed then,
             and the privacy statement prints the reason. Use it for a forward or a loop that cannot be repeated.
 
@@ -65,6 +69,7 @@ class Examples:
     owner_name: str | None = None
     assume_independent: str | None = None
     public_owners: bool = False
+    budget: privacy.Budget | None = None
     known_owners: Owners | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 
 from .. import privacy
-from ..noise import Noise, key_from_test_seed
+from ..mechanisms.noise import Noise, key_from_test_seed
 
 Array = NDArray[Any]
 

@@ -183,7 +183,7 @@ def train(
         training = PrivateTraining(
             network,
             optimizer,
-            Examples(data, assume_independent=estimator.assume_independent),
+            Examples(data, assume_independent=estimator.assume_independent, budget=estimator.budget),
             expected_batch_size=plan.batch_size,
             num_steps=plan.num_steps,
             clipping=Flat(float(estimator.clip_norm)) if estimator.clipping is None else estimator.clipping,
@@ -192,7 +192,6 @@ def train(
             delta=plan.delta,
             performance=Performance(microbatch_size=estimator.microbatch_size),
             prior_releases=(*estimator.prior_releases, *target.releases),
-            budget=estimator.budget,
             run_folder=estimator.run_folder,
             test_seed=estimator.test_seed,
         )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -213,7 +213,7 @@ def _digests(
     sizes: dict[str, tuple[_Kind, int]] = {}
     products: dict[str, Tensor | None] = {}
     room = _MAX_COPIED
-    for name, p in model.named_parameters():
+    for name, p in _with_entries(model.named_parameters()):
         if not has_entries(p) or nn.parameter.is_lazy(p):
             products[name] = None
             continue
@@ -228,6 +228,16 @@ def _digests(
         weights = _weights(p.device)
         products[name] = torch.stack([(part * weights[: len(part)]).sum() for part in entries.split(_CHUNK)])
     return {kind: torch.cat(parts) for kind, parts in flat.items()}, sizes, products
+
+
+def _with_entries(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors; in place of a subclass that only holds other tensors, as quantized weights do, these."""
+    for name, t in named:
+        flatten = getattr(t, "__tensor_flatten__", None)
+        if flatten is None or local_of(t) is not t or nn.parameter.is_lazy(t):
+            yield name, t
+        else:
+            yield from _with_entries((f"{name}.{inner}", getattr(t, inner)) for inner in flatten()[0])
 
 
 def _by_name(copies: Mapping[_Kind, Tensor], sizes: Mapping[str, tuple[_Kind, int]]) -> dict[str, Tensor]:

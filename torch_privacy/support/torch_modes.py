@@ -255,3 +255,6 @@ def exact(method: Method) -> Method:
 
 # Returns hooks that tensors pass through when autograd saves them, as with checkpointing or offloading; None if none.
 saves_elsewhere: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)  # type: ignore[attr-defined]
+
+# Returns the number of the backward that is running; -1 if none is.
+backward_number: Callable[[], int] = torch._C._current_graph_task_id

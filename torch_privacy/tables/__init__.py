@@ -19,3 +19,5 @@ from .read import rows_of as rows_of
 from .schema import Column as Column
 from .schema import Schema as Schema
 from .split import split as split
+from .synthesis import Synthesizer as Synthesizer
+from .synthesis import synthesize as synthesize

@@ -159,13 +159,14 @@ def learn(
         run.settle(fingerprints=[release.fingerprint for release in learning.releases])
 
 
-def capped(owners: Any, per_owner: int, n: int) -> NDArray[np.int64]:
+def capped(owners: Any, per_owner: int, n: int, seed: int | None = None) -> NDArray[np.int64]:
     """Returns the positions of at most ``per_owner`` rows of each owner, chosen at random, in increasing order.
 
-    Which rows of an owner are chosen does not depend on the other owners.
+    Which rows of an owner are chosen does not depend on the other owners. A ``seed`` of 128 secret bits chooses
+    the same rows again.
     """
     codes, _ = owner_codes(owners, n, "learn")
-    order = np.lexsort((np.random.default_rng(secrets.randbits(128)).random(n), codes))
+    order = np.lexsort((np.random.default_rng(secrets.randbits(128) if seed is None else seed).random(n), codes))
     first = np.searchsorted(codes[order], codes[order], side="left")  # position of the owner's first row in the order
     return np.sort(order[np.arange(n) - first < per_owner])
 

@@ -46,7 +46,7 @@ class CountNoise:
         return ROUNDING * self.sensitivity / math.sqrt(2 * self.rho)
 
 
-def _part(name: str) -> ModuleType:
+def part_of_opendp(name: str) -> ModuleType:
     """Returns a module of opendp; its prelude is not imported, as that loads scikit-learn."""
     needed("opendp.mod").enable_features("contrib")
     return needed(f"opendp.{name}")
@@ -56,9 +56,9 @@ def noisy_counts(counts: NDArray[np.int64], noise: CountNoise) -> NDArray[np.int
     """Releases a vector of counts with discrete Gaussian noise."""
     if not len(counts):
         return np.zeros(0, np.int64)
-    domains = _part("domains")
-    space = domains.vector_domain(domains.atom_domain(T="i64")), _part("metrics").l2_distance(T="f64")
-    release = _part("measurements").make_gaussian(*space, noise.stddev, MO="ZeroConcentratedDivergence")
+    domains = part_of_opendp("domains")
+    space = domains.vector_domain(domains.atom_domain(T="i64")), part_of_opendp("metrics").l2_distance(T="f64")
+    release = part_of_opendp("measurements").make_gaussian(*space, noise.stddev, MO="ZeroConcentratedDivergence")
     _check(release.map(noise.sensitivity), noise.rho)
     return np.array(release(counts.tolist()), np.int64)
 
@@ -72,8 +72,8 @@ def frequent(counts: Mapping[str, int], noise: CountNoise, delta: float) -> tupl
     rows, groups = noise.rows, noise.groups
     if not groups:
         return {}, 0
-    domains, metrics = _part("domains"), _part("metrics")
-    make = _part("measurements").make_gaussian_threshold
+    domains, metrics = part_of_opendp("domains"), part_of_opendp("metrics")
+    make = part_of_opendp("measurements").make_gaussian_threshold
     domain = domains.map_domain(domains.atom_domain(T="String"), domains.atom_domain(T="u32"))
     space = domain, metrics.l02inf_distance(metrics.absolute_distance(T="f64"))
     change = rows * groups, noise.sensitivity, float(rows)

@@ -79,8 +79,11 @@ class LearningBudget:
 def _needed(schema: Schema) -> list[str]:
     """Returns which of categories and bounds may have to be learnt; the kinds are not known yet."""
     kinds = {column.kind for column in schema.open_columns}
+    features = {column.kind for column in schema.open_columns if column.name != schema.target}
+    if not schema.target:
+        needed = {"categories": {"learn", "category"}, "bounds": {"learn", "number", "date"}}
+        return [part for part, of_kinds in needed.items() if features & of_kinds]
     target, task = schema.target_column, schema.task
-    features = {column.kind for column in schema.open_columns if column.name != target.name}
     may_be_number = target.is_open and task != "classification" and target.kind != "category"
     return [
         part

@@ -66,8 +66,8 @@ class Schema:
 
     Args:
         columns: every column of the file, the target too, in the file's order.
-        target: name of the column to predict.
-        task: ``"classification"`` or ``"regression"``; None if it is to be learnt.
+        target: name of the column to predict; "" for a table to synthesize, which needs none.
+        task: ``"classification"`` or ``"regression"``; None if it is to be learnt, or without target.
         missing: texts that mean a missing value, in any case; the empty cell always does.
         decimal: ``"."`` or ``","``; the other one may separate thousands.
 
@@ -94,7 +94,7 @@ class Schema:
         names = [column.name for column in self.columns]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             self._refuse(f"the column {twice[0]!r} comes twice")
-        if self.target not in names:
+        if self.target and self.target not in names:
             self._refuse(f"target = {self.target!r} is not one of its columns{_did_you_mean(self.target, names)}")
         if self.task not in (None, *TASKS):
             self._refuse(f"task = {self.task!r} must be 'classification', 'regression' or 'learn'")
@@ -104,7 +104,8 @@ class Schema:
             self._refuse(f"missing = {list(self.missing)!r} must be a list of texts")
         for column in self.columns:
             self._check_column(column)
-        self._check_target()
+        if self.target:
+            self._check_target()
         if not self.features:
             self._refuse("every column but the target is ignored. Nothing is left to learn from")
 
@@ -117,7 +118,7 @@ class Schema:
 
         Args:
             path: CSV or Parquet file.
-            target: name of the column to predict.
+            target: name of the column to predict; "" for none.
             task: by default it follows from the target's storage type, if that is text, truth value or fraction; it is
                 to be learnt if the target is an integer, or in CSV.
             ignore: names of columns that the model must not see, such as that of the owner.
@@ -127,7 +128,7 @@ class Schema:
         """
         types = column_types(path)
         ignored = tuple(ignore)
-        for name in (target, *ignored):
+        for name in (*([target] if target else ()), *ignored):
             if name not in types:
                 raise ValueError(f"{path}: there is no column {name!r}{_did_you_mean(name, types)}.")
         if target in ignored:
@@ -136,8 +137,9 @@ class Schema:
             Column(name, "ignored", reason="left out by the command") if name in ignored else _column_of(name, kind)
             for name, kind in types.items()
         ]
-        place = list(types).index(target)
-        columns[place], task = _target_of(str(path), target, types[target], task)
+        if target:
+            place = list(types).index(target)
+            columns[place], task = _target_of(str(path), target, types[target], task)
         return cls(tuple(columns), target, task, _where=str(path))
 
     @classmethod
@@ -162,7 +164,7 @@ class Schema:
     @property
     def is_complete(self) -> bool:
         """True if nothing is to be learnt."""
-        return self.task is not None and not self.open_columns
+        return (self.task is not None or not self.target) and not self.open_columns
 
     @property
     def open_columns(self) -> tuple[Column, ...]:

@@ -60,7 +60,7 @@ def parse(text: str, where: str) -> dict[str, Any]:
     _check_keys(where, "", document, (*TABLE_KEYS, "columns"))
     target, columns = document.get("target"), document.get("columns")
     if not isinstance(target, str):
-        _refuse(where, 'target = "NAME" is missing: the name of the column to predict')
+        _refuse(where, 'target = "NAME" is missing: the name of the column to predict, or "" to synthesize the table')
     if not isinstance(columns, dict) or not columns:
         _refuse(where, "[columns.NAME] is missing: one for each column of the table")
     task, missing = document.get("task", LEARN), document.get("missing", list(MISSING))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..mechanisms.sums import Summation
 from ..support.ranks import Ranks
+from .draws import Share
 from .listeners import Listener
-from .release import Share
 
 Training = Any  # a `PrivateTraining`, of which this file knows nothing
 

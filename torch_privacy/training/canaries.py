@@ -25,9 +25,10 @@ from ..sampling.variants import DatasetExamples
 from ..support.draws import IN_EVAL
 from ..support.model_state import ModelTensors
 from ..support.validate import Refused
+from .draws import Share
 from .listeners import Listener
 from .rehearsals import Part, one_turn
-from .release import Releases, Share
+from .release import Releases
 from .settings import TrainingSettings
 from .state import State
 
@@ -281,7 +282,7 @@ class Observation(Listener):
         for first, canaries in self._canaries():
             take = scores.take_rows(first, self._mechanism, self._mechanism.summation(None, len(canaries)))
             yield self._part(canaries, take, releases, step)
-        for share in releases.parts(step):
+        for share in releases.draws.parts(step):
             keep = ~self._data.is_canary(share.indices)
             known = share.indices[keep]
             if len(known):
@@ -314,10 +315,10 @@ class Observation(Listener):
         if self._data.are_records or scores is None:
             return sums
         scores.know(sums)
-        chosen = releases.gradient_canaries(step)
+        chosen = releases.draws.gradient_canaries(step)
         if not len(chosen):
             return sums
-        size, part = len(chosen) * self._settings.views, len(releases.parts(step))
+        size, part = len(chosen) * self._settings.views, len(releases.draws.parts(step))
         tape = self._mechanism.recorder(tensors, releases.noise.key, step, part, size)
         assert isinstance(tape, Tape), "norms are exact"
         summation = self._mechanism.summation(None, len(chosen))
@@ -344,7 +345,7 @@ class Observation(Listener):
 
     def _part(self, indices: np.ndarray, take: Take, releases: Releases, step: int, *, rows: bool = True) -> Part:
         """Returns a batch of these examples, of which nothing is released; ``take`` gets recording and losses."""
-        seed = releases.secret(b"observed", step, int(indices[0]))
+        seed = releases.draws.secret(b"observed", step, int(indices[0]))
         request = BatchRequest(indices, self._settings.views, seed)
         examples = DatasetExamples(self._batches, request, self._batches.fetch(request))
         turn = Turn(examples.batch, examples.count, rows=rows, draws=IN_EVAL, take=take)

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ..mechanisms.sums import Summation
+from .draws import Share
 from .rehearsals import Part
-from .release import Share
 from .state import State
 
 

@@ -72,7 +72,7 @@ class PrivateTraining(Reporting):
         optimizer: any torch optimizer over parameters of the model; those it holds that require a gradient are trained.
         dataset: map-style; one item is one example, the unit of protection. Its size is treated as public. Or
             `Examples` of a data set, which say how it is fetched, whether examples come in several views, whether their
-            owners are protected, and whether rehearsals are left out.
+            owners are protected, which budget may be spent on them, and whether rehearsals are left out.
         expected_batch_size: q·n, the mean size of the batches and the divisor of every step; it counts owners where
             these are protected, as n does.
         num_steps: total number of steps (releases); or give ``epochs``.
@@ -94,9 +94,6 @@ class PrivateTraining(Reporting):
         correlation: `Banded`, noise that takes back part of the noise of earlier steps; it draws the batches itself.
         target_epsilon: calibrates the noise multiplier so that all ``num_steps`` spend at most this at ``delta``.
         delta: for ``target_epsilon`` and ``spent()``; must be below 1/n, and a warning asks for 1/(10 n) or less.
-        budget: ``tp.Budget(epsilon, delta)``; training stops by itself before the step that would exceed it, if that
-            step comes before ``num_steps``. Or the budget of the data, ``tp.Budget.open(path, ...)``, from which other
-            runs draw, too: a training that does not fit is refused, before it reads a row. It needs ``run_folder``.
         performance: `Performance`, what a step takes of memory and time, such as
             ``Performance(microbatch_size=256)``. It changes no release but by rounding.
         prior_releases: earlier releases of the same data that are used here, such as ``[pca.release_]`` of a
@@ -195,7 +192,6 @@ class PrivateTraining(Reporting):
         correlation: Banded | None = None,
         target_epsilon: float | None = None,
         delta: float | None = None,
-        budget: privacy.Budget | None = None,
         performance: Performance = USUAL,
         prior_releases: Sequence[privacy.Release] = (),
         scheduler: LRScheduler | None = None,
@@ -234,7 +230,7 @@ class PrivateTraining(Reporting):
                 noise_schedule=factors_of("PrivateTraining", "noise_schedule", noise_schedule, num_steps),
                 target_epsilon=target_epsilon,
                 delta=delta,
-                budget=budget,
+                budget=examples.budget,
                 performance=performance,
                 views=examples.views,
                 prior_releases=tuple(prior_releases),
@@ -285,16 +281,6 @@ class PrivateTraining(Reporting):
     def step_count(self) -> int:
         """Returns the number of steps made so far; it does not change during rehearsals."""
         return self._state.step
-
-    @property
-    def num_non_finite(self) -> int:
-        """Returns how many examples were left out because of gradients that are not finite. Secret: an exact count."""
-        return self._state.num_non_finite
-
-    @property
-    def num_lost(self) -> int:
-        """Returns how many releases a resumed training could not repeat; the ledger counts them besides its steps."""
-        return self._state.releases.num_lost
 
     def __len__(self) -> int:
         """Returns the number of steps in all."""

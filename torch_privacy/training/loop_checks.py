@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..model_check.rehearsal.comparison import written_into
+from ..support.held_state import SIMPLE
 from ..support.validate import Refused
 from .hooks import Pending
 
@@ -32,6 +34,38 @@ def check_user_code(pending: Pending, losses: Tensor) -> list[str]:
     if written:
         raise Refused(written_into(written))
     return changed_buffers
+
+
+def check_still_trained(pending: Pending) -> None:
+    """Refuses a loop that freezes or unfreezes parameters in every turn of a batch."""
+    tape = pending.tape
+    frozen = [] if tape is None else [name for name, p in tape.parameters.items() if not p.requires_grad]
+    if frozen:
+        raise Refused(
+            f"PrivateTraining: the loop switches requires_grad of {', '.join(map(repr, frozen))} in every turn of "
+            "a batch, so that its rehearsals train other parameters than the batch. Let it depend on "
+            "training.step_count, which is the same in all turns, or switch where training.step returned True."
+        )
+
+
+def equal_rates(optimizer: Optimizer, before: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Returns learning rates, weight decay, ...; refuses others than in earlier turns of the batch, if there were any.
+
+    So a loop cannot change them between the turns of one batch.
+    """
+    now = [
+        {key: value if type(value) in SIMPLE else plain(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    if before is not None and now != before:
+        pairs = zip(now, before, strict=False)
+        changed = sorted({key for new, old in pairs for key in new if new[key] != old.get(key)}) or ["params"]
+        raise Refused(
+            f"PrivateTraining: {', '.join(changed)} of the optimizer changed before the step was made, at a "
+            "rehearsal of its batch. Advance a scheduler only where training.step(losses) returns True, or pass it "
+            "as scheduler=. No setting may depend on the batch."
+        )
+    return now
 
 
 def name_of(function: Any) -> str:

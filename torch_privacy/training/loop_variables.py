@@ -119,7 +119,10 @@ def _is_flat(container: Any) -> bool:
 
 def is_cached(function: Any) -> bool:
     """True for what ``functools.cache`` returns."""
-    return hasattr(function, "cache_clear") and isinstance(getattr(function, "__wrapped__", None), FunctionType)
+    try:
+        return hasattr(function, "cache_clear") and isinstance(getattr(function, "__wrapped__", None), FunctionType)
+    except Exception:  # raised by an object that looks attributes up by code of its own
+        return False
 
 
 def is_table(value: Any) -> bool:

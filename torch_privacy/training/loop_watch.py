@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from ..support.contents import MISSING, same
 from ..support.model_state import ModelState
 from ..support.validate import Refused
 from .bystanders import OtherOptimizers
+from .loop_causes import CauseSearch
 from .loop_contents import Exchange, content_of
 from .loop_rows import OtherRows, reads_others
 from .loop_suspects import Counts, Suspect, Suspects, grouped
@@ -39,10 +41,21 @@ from .loop_variables import (
     parts_of,
 )
 
-MOST_RUNS = 40  # to find out on which variables losses depend
 Script = Generator[Turn, Answers, None]
 _Key = tuple[str, str]
 _Other = tuple[Variable, Any]  # a variable and its earlier content
+
+
+@dataclass(frozen=True)
+class _Rehearsed:
+    """A rehearsed batch, and what could come of the variables of the loop in it."""
+
+    examples: DatasetExamples
+    earlier: Mapping[_Key, Any]  # contents of variables at an earlier rehearsed batch
+    private: OtherRows  # private rows of other examples
+    step: int
+    units: np.ndarray | None
+    rows: bool  # whether rows are compared, too
 
 
 class LoopWatch:
@@ -93,16 +106,15 @@ class LoopWatch:
         before = {key: content_of(variable.read()) for key, variable in found.items()}
         earlier = before if self._earlier is None else self._earlier
         self._counts.note(found, step)
-        self._earlier, private = before, OtherRows(examples, often=not rows)
-        script = turns()
+        batch = _Rehearsed(examples, earlier, OtherRows(examples, often=not rows), step, units, rows)
+        self._earlier, script = before, turns()
         turn = next(script)
         if turn.replaces and not rows:
-            if (yield from self._joined(script, turn, *self.changed(found, earlier, step, private))):
+            if (yield from self._joined(script, turn, *self.changed(found, batch))):
                 return
             script = turns()
             turn = next(script)
-        run = _Runs(self, examples, earlier, private, step, units, rows=rows)
-        run.found = {} if rows else found
+        run = _Runs(self, batch, {} if rows else found)
         try:
             yield from run.turns(script, turn)
         finally:
@@ -186,21 +198,19 @@ class LoopWatch:
         known = {id(t) for t in (*model.parameters(), *model.buffers())} | self.others.parameters
         return {variable.key: variable for variable in found if not _holds_only(variable.read(), known)}
 
-    def changed(
-        self, found: Mapping[_Key, Variable], earlier: Mapping[_Key, Any], step: int, private: OtherRows
-    ) -> tuple[list[_Other], list[Variable]]:
+    def changed(self, found: Mapping[_Key, Variable], batch: _Rehearsed) -> tuple[list[_Other], list[Variable]]:
         """Returns the variables to exchange, and others that have changed since: counts of steps, and suspects.
 
         Those that have not changed are exchanged if they have private rows of other examples.
         """
-        unchanged = private.attributes
+        private, unchanged = batch.private, batch.private.attributes
         others, kept, known = [], [], self.suspects.keys
         for key, variable in found.items():
-            content, value = earlier.get(key, MISSING), variable.read()
+            content, value = batch.earlier.get(key, MISSING), variable.read()
             if content is not MISSING and same(value, content):
                 unchanged.append(variable)
                 continue
-            if key in known or self._counts.has(key, step, value):
+            if key in known or self._counts.has(key, batch.step, value):
                 kept.append(variable)
             else:
                 others.append((variable, content))
@@ -231,36 +241,24 @@ def _call(*functions: Callable[[], None]) -> None:
 class _Runs:
     """The runs of one rehearsed batch with earlier contents of the loop's variables."""
 
-    def __init__(
-        self,
-        watch: LoopWatch,
-        examples: DatasetExamples,
-        earlier: Mapping[_Key, Any],
-        private: OtherRows,
-        step: int,
-        units: np.ndarray | None,
-        *,
-        rows: bool,
-    ):
-        self._watch, self._examples, self._earlier, self._step = watch, examples, earlier, step
-        self._private = private
-        self._comparison, self._rows = AnswerComparison(examples.count, units), rows
-        self.found: Mapping[_Key, Variable] = {}  # the variables, if they are not to be looked for again
+    def __init__(self, watch: LoopWatch, batch: _Rehearsed, found: Mapping[_Key, Variable]):
+        self._watch, self._batch = watch, batch
+        self._found = found  # the variables, if they are not to be looked for again
+        self._comparison = AnswerComparison(batch.examples.count, batch.units)
         self._exchange = Exchange([], [])
         self._batch_turn = Exchange([], [])  # what it changes is put back before more runs
         self._others: list[_Other] = []
         self._kept: list[Variable] = []
         self._in_turn: set[_Key] = set()  # those that the batch's own turn changes
         self._put_back: list[Callable[[], None]] = []
-        self._runs_made = 0
         self._before = watch.keep_model()
 
     def turns(self, script: Script, turn: Turn) -> Script:
         """Yields the turns of the script from this one, one more before the batch, and more to explain it."""
-        exchanged: Answers | None = None
+        examples, exchanged = self._batch.examples, None
         while True:
             if turn.is_batch and exchanged is None:
-                exchanged = yield self._turn(None, rows=self._rows)
+                exchanged = yield self._turn(None, rows=self._batch.rows)
             answers = yield self._after_exchange(turn)
             try:
                 turn = script.send(answers)
@@ -270,15 +268,23 @@ class _Runs:
             rows = not self._moves(Answers(exchanged.losses, None, {}, None), answers)
             control = yield self._turn([], rows=rows)  # a difference without other contents is none of the loop's
             if self._moves(control, answers):
-                self._watch._earlier = self._earlier  # the next rehearsal judges what this one could not
+                self._watch._earlier = self._batch.earlier  # the next rehearsal judges what this one could not
             else:
-                groups = grouped(self._others)
-                culprits = yield from self._search(groups, answers, rows=rows)
+                culprits = yield from self._culprits(answers, rows=rows)
                 yield from self._check_rows(culprits, answers, rows=rows)
                 self._watch.suspects.found += [self._suspect(group) for group in culprits]
-                self._watch.suspects.observe(self._step)
-            turn = Turn(self._examples.batch, self._examples.count, is_batch=True, prepare=self._before.restore)
+                self._watch.suspects.observe(self._batch.step)
+            turn = Turn(examples.batch, examples.count, is_batch=True, prepare=self._before.restore)
             yield self._after_exchange(turn)
+
+    def _culprits(self, original: Answers, *, rows: bool) -> Generator[Turn, Answers, list[list[_Other]]]:
+        """Returns those variables on which losses or rows depend, in groups."""
+
+        def matters(answers: Answers) -> bool:
+            return self._moves(answers, original)
+
+        search = CauseSearch[_Other](lambda others: self._turn(others, rows=rows), matters)
+        return (yield from search.among(grouped(self._others)))
 
     def _check_rows(self, culprits: list[list[_Other]], original: Answers, *, rows: bool) -> Script:
         """Refuses private rows of other examples on which losses depend; drops those that do not show it again."""
@@ -297,36 +303,38 @@ class _Runs:
 
     def _turn(self, others: list[_Other] | None, *, rows: bool) -> Turn:
         """Returns a run of the batch in which these variables have earlier contents; by default all that changed."""
+        examples = self._batch.examples
 
         def prepare() -> None:
             self.settle()
             self._batch_turn.settle()
             if others is None:
-                found = self.found or self._watch.variables(self._examples)
-                self._others, self._kept = self._watch.changed(found, self._earlier, self._step, self._private)
+                found = self._found or self._watch.variables(examples)
+                self._others, self._kept = self._watch.changed(found, self._batch)
             self._put_back = [self._watch.keep_model().restore, self._watch.keep_settings()]
             self._before.restore()
             kept = [v for v, _ in self._others] + self._kept
             exchanged = self._others if others is None else others
             self._exchange = Exchange(exchanged, kept)
-            if self._rows:
+            if self._batch.rows:
                 turn.batch = self._fetched_with(exchanged)
 
-        turn = Turn(self._examples.batch, self._examples.count, rows=rows)
+        turn = Turn(examples.batch, examples.count, rows=rows)
         turn.prepare, turn.around = prepare, lambda: self._exchange.exchanging()
         return turn
 
     def _fetched_with(self, others: list[_Other]) -> Any:
         """Returns the batch as the data set and ``collate_fn`` make it with these contents."""
+        examples = self._batch.examples
         if not any(map(_may_be_read, self._others)):
-            return self._examples.batch
+            return examples.batch
         exchange = Exchange([*filter(_may_be_read, others)], [])
         exchange.enter()
         try:
-            again = self._examples.again()
+            again = examples.again()
         finally:
             exchange.settle()
-        return self._examples.batch if again is None else again
+        return examples.batch if again is None else again
 
     def _after_exchange(self, turn: Turn) -> Turn:
         """Lets a turn begin as if there had been none with earlier contents."""
@@ -353,36 +361,9 @@ class _Runs:
     # Comparing
 
     def _moves(self, answers: Answers, original: Answers) -> bool:
-        everyone = np.arange(self._examples.count)
+        everyone = np.arange(self._batch.examples.count)
         how = "when a variable of the loop had an earlier content"
         return bool(self._comparison.compare(everyone >= 0, answers, original, everyone, None, how, loose=False))
-
-    def _search(
-        self, groups: list[list[_Other]], original: Answers, *, rows: bool
-    ) -> Generator[Turn, Answers, list[list[_Other]]]:
-        """Returns those groups of variables on which losses or rows depend; together they are known to matter."""
-        if len(groups) == 1 or self._runs_made >= MOST_RUNS:
-            return groups
-        found: list[list[_Other]] = []
-        for half in (groups[: len(groups) // 2], groups[len(groups) // 2 :]):
-            self._runs_made += 1
-            answers = yield self._turn([other for group in half for other in group], rows=rows)
-            if self._moves(answers, original):
-                found += yield from self._search(half, original, rows=rows)
-        return found or (yield from self._together(groups, original, rows=rows))
-
-    def _together(
-        self, groups: list[list[_Other]], original: Answers, *, rows: bool
-    ) -> Generator[Turn, Answers, list[list[_Other]]]:
-        """Returns the groups without those that can be left out, where no half of them matters alone."""
-        needed = [*groups]
-        for group in groups:
-            fewer = [other for other in needed if other is not group]
-            if self._runs_made < MOST_RUNS and fewer:
-                self._runs_made += 1
-                answers = yield self._turn([other for each in fewer for other in each], rows=rows)
-                needed = fewer if self._moves(answers, original) else needed
-        return needed
 
 
 def _may_be_read(other: _Other) -> bool:

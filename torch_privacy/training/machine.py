@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..noise import generators
+from ..mechanisms.noise import generators
 
 _FIRST_GENERATOR = "AES-256-CTR, Box-Muller"  # of states that do not name theirs
 

@@ -27,6 +27,7 @@ from .bound_data import reserve
 from .bystanders import OtherOptimizers, OutsideForwards
 from .loop_watch import LoopWatch
 from .machine import Machine
+from .new_mechanism import new_mechanism
 from .placement import Placement, Ranked
 from .reached_parameters import ReachedParameters
 from .rehearsals import Rehearsals
@@ -70,7 +71,7 @@ def make_setup(
     tensors_of = TensorsOf(inner, optimizer, attribute_tensors(inner), placement.of_optimizer)
     trained = tensors_of().trained
     placement.check(settings)
-    mechanism = settings.new_mechanism(trained, batches.dataset)
+    mechanism = new_mechanism(settings, trained, batches.dataset)
     settings = settings.with_noise(mechanism)
     plan = settings.plan(mechanism)
     path = open_files(run_folder if ranks.is_first else None)
@@ -190,4 +191,4 @@ def make_rehearsals(setup: Setup, state: State, training: Any) -> Rehearsals:
     )
     items = None if assumed else item_check(batches.dataset, None if owners is None else owners.numbers)
     steps, epoch = setup.account.steps_allowed, 1 / settings.sampling_probability
-    return Rehearsals(setup.model, state.releases, assumed, steps, epoch, watch, items)
+    return Rehearsals(setup.model, state.releases.draws, assumed, steps, epoch, watch, items)

@@ -11,7 +11,8 @@ from typing import Any
 
 MOVED = {  # old keyword -> where it is now
     **dict.fromkeys(
-        ("collate_fn", "num_workers", "views", "owners", "per_owner", "owner_name", "assume_independent"), "Examples"
+        ("collate_fn", "num_workers", "views", "owners", "per_owner", "owner_name", "assume_independent", "budget"),
+        "Examples",
     ),
     **dict.fromkeys(("microbatch_size", "memory_budget"), "Performance"),
     **dict.fromkeys(("jacobian", "perturbation", "not_for_release", "clip_schedule"), "clipping"),

@@ -15,8 +15,8 @@ from .. import privacy
 from ..mechanisms.clipping import Adaptive
 from ..mechanisms.estimated_norms import Sketched
 from ..mechanisms.gep import BGEP, GEP
+from ..mechanisms.noise import SMALLEST_TAIL
 from ..mechanisms.scheduled import Scheduled
-from ..noise import SMALLEST_TAIL
 from ..privacy.events.base import check_event
 from ..support.read_file import shown
 from ..support.validate import Refused, positive

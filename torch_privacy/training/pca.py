@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .. import privacy
-from ..noise import KEY_BYTES, Noise, key_from_test_seed
+from ..mechanisms.noise import KEY_BYTES, Noise, key_from_test_seed
 from ..privacy.budget import Reservation
 from ..privacy.spent import NOT_PRIVATE, Spent
 from ..sampling.samplers import PoissonSampler

@@ -23,8 +23,8 @@ from ..support.model_state import ModelState
 from ..support.script_modules import registries_of
 from ..support.validate import Refused
 from ..support.warning import warn
+from .draws import Draws, Share
 from .loop_watch import LoopWatch
-from .release import Releases, Share
 
 THOROUGH = 2  # up to this step every batch is rehearsed in full: both halves are replaced, one is left out
 RARELY = 64  # least number of steps between the first steps of two epochs that are rehearsed
@@ -192,7 +192,7 @@ class Rehearsals:
 
     Args:
         model: the user's model.
-        releases: provides the secret key, which determines the steps, the microbatch and the examples.
+        draws: provide the secret key, which determines the steps, the microbatch and the examples.
         assumed: True if the user assumes independence, so that nothing is rehearsed.
         num_steps: of the training; the last one is rehearsed.
         epoch: number of steps in which every example is in one batch on average.
@@ -201,7 +201,7 @@ class Rehearsals:
     """
 
     model: nn.Module
-    releases: Releases
+    draws: Draws
     assumed: bool
     num_steps: int
     epoch: float
@@ -229,7 +229,7 @@ class Rehearsals:
 
     def _due_of(self, step: int, count: int) -> set[int]:
         """Returns the microbatches of a step, of ``count``, that are to be rehearsed; asked for twice in a step."""
-        asked = self.releases, step, count
+        asked = self.draws, step, count
         if self._due[0] != asked:
             self._due = asked, self._find_due(step, count)
         return self._due[1]
@@ -250,7 +250,7 @@ class Rehearsals:
             yield int(step // period)
 
     def _chance(self, purpose: bytes, *numbers: int) -> int:
-        return int.from_bytes(self.releases.secret(purpose, *numbers)[:8], "little")
+        return int.from_bytes(self.draws.secret(purpose, *numbers)[:8], "little")
 
     def begin(
         self,
@@ -347,7 +347,7 @@ class Rehearsals:
             self.coupled = coupled
 
     def _script(self, examples: DatasetExamples, share: Share, step: int, *, thorough: bool) -> Script:
-        units, by_owner = share.units, self.releases.by_owner
+        units, by_owner = share.units, self.draws.by_owner
         if thorough:
             self.memory.overwritten.clear()  # each full rehearsal shows again which they are
             if not examples.repeats():

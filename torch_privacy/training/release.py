@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the releases of a training: draws batches and noise from its secret keys, and records before use."""
+"""Makes the releases of a training: adds noise from its secret key, and records before use."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import groupby, pairwise
-from math import ceil
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -18,11 +15,11 @@ from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
 from .. import privacy
-from ..noise import KEY_BYTES, BandedNoise, InverseBandedNoise, Noise, TailNoise, key_from_test_seed
+from ..mechanisms.noise import KEY_BYTES, BandedNoise, InverseBandedNoise, Noise, TailNoise, key_from_test_seed
 from ..sampling.canaries import WithCanaries
-from ..sampling.owners import OwnerSampler
 from ..support.ranks import Ranks, RefusedTogether
 from ..support.validate import Refused
+from .draws import Draws
 from .machine import NotRepeated
 from .placement import Placement, Ranked
 from .schedule import Plan
@@ -38,32 +35,6 @@ _RELEASED: dict[bytes, dict[int, str]] = {}
 Keys = tuple[bytes, bytes]  # of noise and sampler
 
 
-@dataclass(frozen=True)
-class Share:
-    """The examples of one (micro)batch that one rank computes with.
-
-    Attributes:
-        indices: of the examples in the data set.
-        positions: (count,) where they are in the batch of all ranks.
-        units: (count,) the row that each example belongs to; None if each has a row of its own.
-        counts: False for a stand-in, which takes part in the loop of a rank that has no example, and in no sum.
-    """
-
-    indices: np.ndarray
-    positions: np.ndarray
-    units: np.ndarray | None = None
-    counts: bool = True
-
-    def units_of(self, keep: np.ndarray | None) -> np.ndarray | None:
-        """Returns the rows of the kept examples, numbered without gaps; of all examples as they are."""
-        return self.units if keep is None or self.units is None else numbered(self.units[keep])
-
-
-def numbered(units: np.ndarray) -> np.ndarray:
-    """Returns the same units, numbered from 0 without gaps."""
-    return np.unique(units, return_inverse=True)[1]
-
-
 def new_keys(test_seed: int | None, num_lost: int) -> Keys:
     """Returns new keys from the operating system, or those of a test seed."""
     if test_seed is None:
@@ -73,7 +44,7 @@ def new_keys(test_seed: int | None, num_lost: int) -> Keys:
 
 
 class Releases:
-    """Draws batches and noise of every step from two secret keys, and records what is released.
+    """Adds the noise of every step from a secret key, and records what is released.
 
     Args:
         settings: settings of the training; a ``test_seed`` fixes the keys.
@@ -88,6 +59,10 @@ class Releases:
         ranks: the processes of the training.
         placement: which part of a batch is this rank's.
         made_here: True if the noise of sums on a GPU is made on the CPU; see `is_made_here`.
+
+    Attributes:
+        noise: of these keys.
+        draws: the batches of these keys.
     """
 
     def __init__(
@@ -108,87 +83,10 @@ class Releases:
         self._settings, self.ledger = settings, ledger
         self.num_lost, self.since, self._is_resumed = num_lost, since, resumed
         self.plan = plan.begun_anew(since, self.number(since))
-        self._ranks, self._placement, self._made_here = ranks or Ranks(), placement, made_here
+        self._ranks, self._made_here = ranks or Ranks(), made_here
         self.noise = _noise(settings, keys[0], since)
-        units = settings.sampling.sampler(settings.num_units, settings.sampling_probability, keys[1])
-        self.sampler = units if settings.owners is None else OwnerSampler(settings.owners, units)
-        self._canaries = canaries
-        self.indices = lru_cache(maxsize=64)(self._present)  # used by loader, loop and fingerprint
+        self.draws = Draws(settings, keys[1], canaries=canaries, placement=placement)
         self._process = os.getpid()
-
-    def _present(self, step: int) -> np.ndarray:
-        indices = self.sampler.indices(step)
-        return indices if self._canaries is None else self._canaries.present(indices)
-
-    def secret(self, purpose: bytes, *numbers: int) -> bytes:
-        """Returns 32 bytes that are a function of the secret key and of these numbers; the same on all ranks."""
-        return hashlib.blake2b(purpose + repr(numbers).encode(), key=self.sampler.key, digest_size=32).digest()
-
-    def own_secret(self, purpose: bytes, *numbers: int) -> bytes:
-        """Returns bytes that differ between parts of the batch, so that no two examples share random numbers."""
-        part = () if self._placement is None or self._placement.num_parts == 1 else (self._placement.part,)
-        return self.secret(purpose, *numbers, *part)
-
-    def records(self, step: int) -> np.ndarray:
-        """Returns the indices of a step's examples, without canaries that are gradients."""
-        indices = self.indices(step)
-        return indices if self._canaries is None else indices[self._canaries.has_record(indices)]
-
-    @property
-    def by_owner(self) -> bool:
-        """True if owners are drawn, not examples."""
-        return isinstance(self.sampler, OwnerSampler)
-
-    def owners(self, step: int) -> np.ndarray | None:
-        """Returns (batch_size,) a number for the owner of each of a step's `records`, ascending; None if none."""
-        if not isinstance(self.sampler, OwnerSampler):
-            return None
-        units = self.sampler.units(step)
-        if self._canaries is None:
-            return units
-        drawn = self.sampler.indices(step)
-        present = np.isin(drawn, self.records(step))
-        return units[present]
-
-    def parts(self, step: int, units: np.ndarray | None = None, num_rows: int | None = None) -> Sequence[Share]:
-        """Returns this rank's share of each microbatch of a step; none if the batch is empty.
-
-        The batch is cut by position, not by data, into one part for each rank; sizes differ by one example at most.
-        Every rank has as many microbatches as any other, if need be with a stand-in. Examples that share a row, as
-        ``units`` and ``num_rows`` say, stay together, and so do those of one owner.
-        """
-        indices, placement = self.records(step), self._placement
-        if not len(indices):
-            return []
-        number, part = (1, 0) if placement is None else (placement.num_parts, placement.part)
-        owners = self.owners(step)
-        if owners is not None:
-            units = owners
-            cuts = _cut_between(owners, number, self._settings.performance.microbatch_size)
-            count = max(len(of_rank) for of_rank in cuts) - 1
-            ends = [*cuts[part], *[cuts[part][-1]] * count][: count + 1]
-            shares = [np.arange(start, end) for start, end in pairwise(ends)]
-        elif units is None or num_rows is None:
-            positions = np.array_split(np.arange(len(indices)), number)[part]
-            size = self._settings.performance.microbatch_size or len(indices)
-            count = ceil(ceil(len(indices) / number) / size)
-            shares = [positions[k * size : (k + 1) * size] for k in range(count)]
-        else:
-            shares = [np.flatnonzero(np.isin(units, np.array_split(np.arange(num_rows), number)[part]))]
-        return [self._share(indices, own, units, numbers_anew=owners is not None) for own in shares]
-
-    def _share(self, indices: np.ndarray, own: np.ndarray, units: np.ndarray | None, *, numbers_anew: bool) -> Share:
-        if not len(own):
-            return Share(indices[:1], own, counts=False)
-        of_own = None if units is None else units[own]
-        return Share(indices[own], own, numbered(of_own) if of_own is not None and numbers_anew else of_own)
-
-    def gradient_canaries(self, step: int) -> np.ndarray:
-        """Returns the canaries of a step that are gradients, not records, counted from 0."""
-        if self._canaries is None:
-            return np.zeros(0, int)
-        indices = self.indices(step)
-        return indices[~self._canaries.has_record(indices)] - self._canaries.num_examples
 
     def number(self, step: int) -> int:
         """Returns the number of a step's release in the ledger."""
@@ -240,7 +138,7 @@ class Releases:
         """Returns one fingerprint of all ranks' slices; refuses replicas of a slice that differ."""
         if self._ranks.size == 1:
             return fingerprint
-        number = self._placement.slice_number if isinstance(self._placement, Ranked) else 0
+        number = self.draws.placement.slice_number if isinstance(self.draws.placement, Ranked) else 0
         own = number.to_bytes(4, "big") + bytes.fromhex(fingerprint)
         found: dict[int, bytes] = {}
         for message in self._ranks.exchange(f"releases step {step}", payload=own):
@@ -261,14 +159,14 @@ class Releases:
         last bits of single numbers may differ, and then the difference of two releases would have no noise. Poly1305
         takes 3 % of the time of drawing the noise; blake2b alone would take 40 %.
         """
-        digest = hashlib.blake2b(self.sampler.key + step.to_bytes(8, "big"), key=self.noise.key, digest_size=8)
-        digest.update(self.indices(step).tobytes())
+        digest = hashlib.blake2b(self.draws.sampler.key + step.to_bytes(8, "big"), key=self.noise.key, digest_size=8)
+        digest.update(self.draws.indices(step).tobytes())
         digest.update(self.tag(step, release.values(), b"fingerprint"))
         return digest.hexdigest()
 
     def tag(self, step: int, tensors: Iterable[Tensor], purpose: bytes = b"tag") -> bytes:
         """Returns 16 bytes that depend on every bit of the tensors, and reveal nothing without the key."""
-        tag = Poly1305(self.secret(purpose, step))
+        tag = Poly1305(self.draws.secret(purpose, step))
         for part in _bytes_of(tensors):
             tag.update(part.data)
         return tag.finalize()
@@ -298,26 +196,6 @@ def _noise(settings: TrainingSettings, key: bytes, since: int) -> Noise:
         return Noise(key)
     made = InverseBandedNoise if correlation.inverse else BandedNoise
     return made(key, correlation.coefficients(settings.num_steps, settings.sampling_probability), since)
-
-
-def _cut_between(owners: np.ndarray, number: int, microbatch_size: int | None) -> list[list[int]]:
-    """Returns, for each of ``number`` ranks, the ends of its microbatches in a batch of owners in ascending order.
-
-    Cuts are between owners only. Ranks get about as many examples each; a microbatch has at most ``microbatch_size``,
-    unless one owner has more.
-    """
-    ends = np.append(np.flatnonzero(np.diff(owners)) + 1, len(owners))  # of each owner's examples
-    size, cuts, start = microbatch_size or len(owners), [], 0
-    for rank in range(1, number + 1):
-        wanted = len(owners) * rank / number
-        last = int(ends[min(np.searchsorted(ends, wanted), len(ends) - 1)]) if rank < number else len(owners)
-        cuts.append([start])
-        while start < last:
-            fitting = int(np.searchsorted(ends, start + size, side="right")) - 1
-            following = int(np.searchsorted(ends, start, side="right"))
-            start = min(int(ends[max(fitting, following)]), last)
-            cuts[-1].append(start)
-    return cuts
 
 
 def _in_few(sums: dict[str, Tensor], stddevs: Mapping[str, float]) -> tuple[Mapping[str, Tensor], Mapping[str, float]]:

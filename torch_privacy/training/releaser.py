@@ -100,7 +100,7 @@ class Releaser:
         change, state = self._setup.after_update, self._state
         if change is None:
             return
-        numbers = SeededRandomNumbers(state.releases.secret(b"after update", state.step - 1))
+        numbers = SeededRandomNumbers(state.releases.draws.secret(b"after update", state.step - 1))
         try:
             change(self._setup.given)
         finally:
@@ -123,7 +123,7 @@ class Releaser:
         """Refuses a batch without a finite gradient in the first steps; warns of one that has lost half of them."""
         state = self._state
         try:
-            self._finite.check(state.step, total.left_out, len(state.releases.records(state.step)))
+            self._finite.check(state.step, total.left_out, len(state.releases.draws.records(state.step)))
         except Refused as error:
             state.check_diverged(error)
             raise

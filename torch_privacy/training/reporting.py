@@ -41,6 +41,16 @@ class Reporting:
         mechanism = self._setup.mechanism
         return mechanism.rule if isinstance(mechanism, ClippedSum) else None
 
+    @property
+    def num_non_finite(self) -> int:
+        """Returns how many examples were left out because of gradients that are not finite. Secret: an exact count."""
+        return self._state.num_non_finite
+
+    @property
+    def num_lost(self) -> int:
+        """Returns how many releases a resumed training could not repeat; the ledger counts them besides its steps."""
+        return self._state.releases.num_lost
+
     def spent(self, delta: float | None = None, *, examples_per_person: int | None = None) -> Spent:
         """Returns the privacy spent at ``delta`` (by default the one given at the start).
 
@@ -174,7 +184,7 @@ class Reporting:
             if model is not None:
                 check_alike(model, state.tensors.trained)
             setup.ledger.sync()  # refuses if another training has the folder
-        files.sum_ranks()
+        files.losses.sum_ranks()
         with ranks.communicating():
             weights = weights_of(setup.model if model is None else model, ranks)
 

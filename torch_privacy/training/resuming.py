@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, Literal
 
-from ..noise import is_made_here
+from ..mechanisms.noise import is_made_here
 from ..sampling.fingerprint import check_data_of_state, fingerprint_for_state
 from ..support.validate import Refused
 from ..support.warning import warn
@@ -98,11 +98,11 @@ class Resuming:
             "last_rehearsed": state.rehearsals.last_passed,
             "coupled": None if coupled is None else asdict(coupled),
             "noise_key": releases.noise.key.hex(),
-            "sampler_key": releases.sampler.key.hex(),
+            "sampler_key": releases.draws.sampler.key.hex(),
             "stop_reason": state.stop_reason,
             "ledger": setup.ledger.state_dict(),
             **({} if self._data is None else {"data": self._data}),
-            **({} if self.files is None else {"losses": self.files.read_losses().state_dict()}),
+            **({} if self.files is None else {"losses": self.files.losses.read().state_dict()}),
             **setup.mechanism.state(),
         }
 
@@ -127,7 +127,7 @@ class Resuming:
         state.step, state.num_non_finite = saved["step_count"], saved["num_non_finite"]
         setup.mechanism.load_state(saved)
         if self.files is not None:
-            self.files.load(saved.get("losses"))
+            self.files.losses.load(saved.get("losses"))
         state.rehearsals.load(saved, self._ranks.from_first(self.files and self.files.coupled()))
         state.guard.reset(saved.get("moved_otherwise", ""))
         state.stop_reason = saved.get("stop_reason")

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -22,8 +21,9 @@ from ..runs.folder import RunFolder
 from ..runs.metrics import Log, Metrics, has_diverged
 from ..support.ranks import Ranks
 from ..support.validate import Refused, plain_number
+from .draws import Share
 from .listeners import Listener
-from .release import Share
+from .losses import Losses
 from .run_settings import LONGEST_NAME, name_of
 from .run_writer import fingerprint_in, size_of, write_page, write_run
 from .settings import TrainingSettings
@@ -70,14 +70,11 @@ class RunFiles(Listener):
         n = settings.num_units
         self.delta = settings.delta or _delta_for(n)
         self._settings, self._ranks = settings, ranks
-        self.log = Log(settings.num_steps, settings.num_steps * settings.expected_batch_size / n)
+        self.losses = Losses(Log(settings.num_steps, settings.num_steps * settings.expected_batch_size / n), ranks)
         self.is_written = self.folder is not None and self.folder.results.exists()  # and no release made since
         self._settings_to_write: Mapping[str, Any] | None = None
         self._start, self._seconds = time.monotonic(), 0.0  # when the training began; to compute epsilon
         self._data: dict[str, Any] | None = None  # fingerprint of the data
-        self._drawn = 0  # examples of the step in progress
-        self._sums: Tensor | None = None  # and the number of finite losses with their sum; secret
-        self._since_row: Tensor | None = None  # the same of the steps since they were read last
 
     # The start
 
@@ -131,25 +128,17 @@ class RunFiles(Listener):
 
     def begin_step(self, size: int = 0) -> None:
         """Forgets the losses of a step that was not made."""
-        self._drawn, self._sums = 0, None
+        self.losses.begin_step()
 
     def after_batch(self, share: Share, losses: Tensor, summation: Summation) -> None:
         """Takes the losses of a (micro)batch, unless it is a stand-in."""
-        if not share.counts:
-            return
-        losses = losses.detach().mean(1).double()
-        finite = losses.isfinite()
-        sums = torch.stack([finite.sum().double(), torch.where(finite, losses, 0).sum()])
-        self._drawn += losses.numel()
-        self._sums = sums if self._sums is None else self._sums + sums
+        if share.counts:
+            self.losses.add(losses)
 
     def after_step(self, training: Any) -> None:
         """Counts the losses of the step that was made; adds the epoch's row if it is due."""
-        if self._sums is not None:
-            self._since_row = self._sums if self._since_row is None else self._since_row + self._sums
-        self.log.add_sums(self._drawn, 0, 0.0)
-        self.begin_step()
-        if self.log.is_due(training.step_count):
+        self.losses.end_step()
+        if self.losses.log.is_due(training.step_count):
             self._end_epoch(training)
 
     def _end_epoch(self, training: Any) -> None:
@@ -160,32 +149,10 @@ class RunFiles(Listener):
             self.end_epoch(step, training.profile_at_step)
             return 0
 
-        self.sum_ranks()
+        self.losses.sum_ranks()
         self._ranks.first_does("computes epsilon", add)
         if not self._ranks.is_first:
-            self.log.end_epoch(step)
-
-    def read_losses(self) -> Log:
-        """Returns the log with all losses of this rank so far; it waits for a GPU."""
-        if self._since_row is not None:
-            count, total = self._since_row.tolist()
-            self.log.add_sums(0, count, total)
-            self._since_row = None
-        return self.log
-
-    def sum_ranks(self) -> None:
-        """Adds up the losses since the last row over all ranks, which call it together; the first one keeps them."""
-        log = self.read_losses()
-        sums = log.summed(self._ranks)
-        log.take(sums) if self._ranks.is_first else log.forget()
-
-    def load(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on with the losses in a state; without any, which older ones are, from here on."""
-        self._since_row = None
-        self.begin_step()
-        self.log.load_state_dict(state or {})
-        if not self._ranks.is_first:  # it has the sums
-            self.log.forget()
+            self.losses.log.end_epoch(step)
 
     # The end
 
@@ -197,14 +164,14 @@ class RunFiles(Listener):
         """
         start = time.monotonic()
         is_cheap = self._seconds < FREE_SECONDS + SHARE_OF_TIME * (start - self._start)
-        self.log.end_epoch(step, *(self._epsilon(profile()) if is_cheap else ()))
+        self.losses.log.end_epoch(step, *(self._epsilon(profile()) if is_cheap else ()))
         self._seconds += time.monotonic() - start
 
     def rows(self, step: int, profile: privacy.Profile) -> list[Metrics]:
         """Returns the rows so far, with one that ends at this step and has its epsilon."""
-        rows, epsilon = list(self.log.rows), self._epsilon(profile)
+        rows, epsilon = list(self.losses.log.rows), self._epsilon(profile)
         if not rows or rows[-1].step < step:
-            return [*rows, self.log.row(step, *epsilon)]
+            return [*rows, self.losses.log.row(step, *epsilon)]
         return [*rows[:-1], replace(rows[-1], epsilon_low=epsilon[0], epsilon_high=epsilon[1])]
 
     def _epsilon(self, profile: privacy.Profile) -> tuple[float, float]:

@@ -44,7 +44,7 @@ def size_of(settings: TrainingSettings, ranks: Ranks) -> dict[str, int]:
 def write_page(folder: RunFolder) -> None:
     """Writes the report of a finished run; warns if that fails, and says how to make it."""
     try:
-        from ..report import render  # matplotlib takes a second to import
+        from ..runs.report import render  # matplotlib takes a second to import
 
         folder.report.unlink(missing_ok=True)
         folder.write_report(render.render([folder]))

@@ -12,7 +12,7 @@ import scipy.linalg
 import torch
 from numpy.typing import NDArray
 
-from ..noise import Noise, grid_unit
+from ..mechanisms.noise import Noise, grid_unit
 
 Array = NDArray[Any]
 

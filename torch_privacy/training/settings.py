@@ -12,25 +12,21 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from .. import privacy
-from ..mechanisms.base import ClippedSum, Mechanism
-from ..mechanisms.clipping import ClippingRule, Flat, MicroBatches, check_rule
+from ..mechanisms.base import Mechanism
+from ..mechanisms.clipping import ClippingRule, Flat
 from ..mechanisms.estimated_norms import Sketched
-from ..mechanisms.estimated_norms.mechanism import SketchedSum
 from ..mechanisms.gep import BGEP, GEP
-from ..mechanisms.gep.mechanism import EmbeddedSum
 from ..mechanisms.scheduled import Scheduled
 from ..privacy.budget_file import new_run
 from ..privacy.events.base import WITHOUT_NOISE
 from ..sampling.owners import Owners
-from ..sampling.shared_examples import share_examples
 from ..support.units import ONE_EXAMPLE, plural
 from ..support.validate import Refused, plain_numbers, positive, strictly_between, whole
 from ..support.warning import warn
 from .correlation import Banded, resolved
-from .own_noise import StatedNoise, check_law
+from .own_noise import StatedNoise
 from .performance import USUAL, Performance
 from .sampling import POISSON, Sampling
 from .schedule import WHERE, Plan, under
@@ -44,8 +40,8 @@ class TrainingSettings:
     """Holds the arguments of a `PrivateTraining` that determine its releases and their price; see there for each.
 
     ``clipping`` is the rule of the first step; an adaptive rule changes later. ``noise_multiplier`` is None until it is
-    calibrated; with an `OwnNoise` it is the standard deviation over the sensitivity. ``views``, ``owners`` and
-    ``assume_independent`` are those of `Examples`.
+    calibrated; with an `OwnNoise` it is the standard deviation over the sensitivity. ``views``, ``owners``,
+    ``budget`` and ``assume_independent`` are those of `Examples`.
 
     Raises:
         ValueError: a number is out of range.
@@ -159,55 +155,6 @@ class TrainingSettings:
     def not_for_release(self) -> bool:
         """True if the data need no protection, so that epsilon may be large."""
         return isinstance(self.unscheduled, Sketched) and self.unscheduled.not_for_release
-
-    def new_mechanism(self, trained: Mapping[str, Tensor], dataset: Dataset) -> Mechanism:
-        """Returns the mechanism, which defines what a step releases."""
-        way, names, size, unit = self.unscheduled, list(trained), self.expected_batch_size, self.unit
-        if isinstance(way, (GEP, BGEP)):
-            if share_examples(way.subspace.dataset, dataset):
-                raise Refused(
-                    f"{WHERE}: the auxiliary data of clipping={type(way).__name__}(...) hold private examples of "
-                    "dataset. The anchors' directions are released without noise and must come from public data."
-                )
-            return EmbeddedSum(way, trained, size, self.views, unit)
-        if isinstance(way, Sketched):
-            self._check_exact_norms_not_needed(way)
-            return SketchedSum(way, names, size, self.clip_schedule, unit)
-        rule = check_rule(WHERE, "clipping", way)
-        if isinstance(rule, MicroBatches):
-            self._check_one_kind_of_mean(rule)
-        mechanism = ClippedSum(rule, names, size, self.views, self.clip_schedule, unit)
-        if self.own_noise is not None:
-            num_trained = sum(parameter.numel() for parameter in trained.values())
-            check_law(self.own_noise, mechanism.sensitivity, num_trained, self.sampling_probability)
-        return mechanism
-
-    def _check_one_kind_of_mean(self, rule: MicroBatches) -> None:
-        """Refuses micro-batches of owners, and those that would be split."""
-        if self.owners is not None:
-            raise Refused(
-                f"{WHERE}: clipping={rule!r} with owners=: a row is the mean of an owner's gradients already. Take "
-                "Flat(clip_norm), which clips each owner's mean by itself."
-            )
-        if (size := self.performance.microbatch_size) is not None:
-            raise ValueError(
-                f"{WHERE}: performance=Performance(microbatch_size={size!r}) would split the groups of {rule!r}. Leave "
-                "microbatch_size out."
-            )
-
-    def _check_exact_norms_not_needed(self, sketched: Sketched) -> None:
-        """Refuses estimated norms of means, which are no sums of one projection for each example."""
-        if self.shares_rows:
-            raise Refused(
-                f"{WHERE}: owners= with per_owner={self.owners.per_owner} needs exact norms of means, "  # type: ignore
-                f"but clipping={sketched!r} was given. Take a clipping rule such as Flat, or take per_owner=1."
-            )
-        if self.views > 1:
-            raise Refused(
-                f"{WHERE}: views={self.views} needs exact norms, but clipping={sketched!r} was given. Take a clipping "
-                "rule such as Flat; or let an item of the dataset hold all views, unfold them in the model's forward, "
-                "and pass the mean of their losses."
-            )
 
     def correlated(self, correlation: Banded, *, shows: bool) -> TrainingSettings:
         """Returns the settings with banded noise, and the batches that it needs."""

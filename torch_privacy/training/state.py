@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import privacy
 from ..mechanisms.base import Mechanism
+from ..mechanisms.noise import generators
 from ..model_check.requirements import TensorsOf, check_no_gradient_hooks
-from ..noise import generators
 from ..sampling.batches import Batches
 from ..sampling.canaries import WithCanaries
 from ..sampling.examples import Examples
@@ -95,7 +95,7 @@ class State:
         reached: the parameters that losses have reached.
         outside: knows forwards on rows of the data outside of a batch.
         guard: notices updates by other code.
-        releases: draw batches and noise from the present keys.
+        releases: noise and batches of the present keys.
         rehearsals: know what was rehearsed.
         step: number of steps made.
         num_non_finite: examples left out so far. Secret.
@@ -123,7 +123,7 @@ class State:
 
     def use(self, releases: Releases, account: Account) -> None:
         """Goes on with these releases, such as those under new keys."""
-        self.releases = self.rehearsals.releases = releases
+        self.releases, self.rehearsals.draws = releases, releases.draws
         account.count_lost(releases.num_lost, releases.plan)
         self.rehearsals.num_steps = account.steps_allowed
 

@@ -14,7 +14,7 @@ import torch
 
 from .. import privacy
 from ..mechanisms.base import Mechanism, noise_factors, summary_of
-from ..noise import TailNumbers
+from ..mechanisms.noise import TailNumbers
 from ..privacy.budget import Reservation
 from ..privacy.budget_file import counted, includes
 from ..privacy.events.base import releases_to_json

@@ -15,26 +15,26 @@ from ..jacobian.parallel.shards import whole_losses
 from ..jacobian.recording.paths import check_losses
 from ..jacobian.tape import Tape
 from ..mechanisms.sums import Recording, Summation
-from ..model_check.rehearsal.row_digests import RowAnswers
+from ..model_check.rehearsal.row_digests import RowAnswers, direction
 from ..model_check.rehearsal.turn import Answers, Turn
 from ..sampling.batches import BatchRequest
 from ..sampling.owners import OwnerSampler
 from ..sampling.variants import DatasetExamples
 from ..support.fixed_draws import drawing_in
-from ..support.held_state import SIMPLE
 from ..support.model_state import MutationGuard
 from ..support.normalization import SmallGroups
 from ..support.random_state import SeededRandomNumbers, owned_by_another, random_position
 from ..support.torch_modes import uncompiled
 from ..support.validate import Refused
 from ..support.warning import warn
+from .draws import Share
 from .hooks import ForwardHooks, Pending
 from .listeners import Listener
-from .loop_checks import OneThread, check_user_code, plain, refusing_used_graphs
+from .loop_checks import OneThread, check_still_trained, check_user_code, equal_rates, refusing_used_graphs
 from .meeting import Meeting
 from .placement import Ranked
 from .rehearsals import Answered, FirstRun, Part
-from .release import Releases, Share
+from .release import Releases
 from .state import Setup, State, StepSums, while_alive
 
 Run = Generator[Pending | None, Tensor, StepSums | None]
@@ -78,7 +78,7 @@ class StepRun:
     def step(self, fetched: Iterator[DatasetExamples]) -> Run:
         """Runs the next step on the fetched batches."""
         state, total = self._state, StepSums()
-        self.listener.begin_step(len(state.releases.records(state.step)))
+        self.listener.begin_step(len(state.releases.draws.records(state.step)))
         shares = self._shares(state.releases, state.step)
         state.guard.check_not_lent()
         self.meeting.begin_step()
@@ -97,7 +97,7 @@ class StepRun:
             shares = self._shares(releases, later)
             for number, share in enumerate(shares):
                 rehearsed, _ = rehearsals.are_due(later, number, len(shares))
-                seed = releases.own_secret(b"data", later, number)
+                seed = releases.draws.own_secret(b"data", later, number)
                 yield BatchRequest(share.indices, self._setup.settings.views, seed, rehearsed)
 
     def _shares(self, releases: Releases, step: int) -> Sequence[Share]:
@@ -108,10 +108,10 @@ class StepRun:
 
     def _find_shares(self, releases: Releases, step: int) -> Sequence[Share]:
         mechanism = self._setup.mechanism
-        if isinstance(releases.sampler, OwnerSampler):  # rows are owners
-            return releases.parts(step)
-        units = mechanism.units(releases.sampler, step, len(releases.records(step)))
-        return releases.parts(step, units, mechanism.num_rows)
+        if isinstance(releases.draws.sampler, OwnerSampler):  # rows are owners
+            return releases.draws.parts(step)
+        units = mechanism.units(releases.draws.sampler, step, len(releases.draws.records(step)))
+        return releases.draws.parts(step, units, mechanism.num_rows)
 
     def observed(self, parts: Iterable[Part]) -> Generator[Pending | None, Tensor, None]:
         """Hands out batches of which nothing is released; recording and losses go to the listener that wants them."""
@@ -186,7 +186,7 @@ class StepRun:
             rehearsals.restart(part, None)
             return next(part.script)
         try:
-            self._check_still_trained(pending)
+            check_still_trained(pending)
             answered, answers = self._answers(pending, part, losses)
             pending.close()
             if turn.state is not None:
@@ -234,7 +234,7 @@ class StepRun:
         turn.prepare()
         if turn.is_batch and self.turns_made:
             turn.batch = part.examples.batch  # an earlier turn may have written into the one that it was given
-        self._check_rates(part)
+        part.rates = equal_rates(self._setup.optimizer, part.rates)
         setup, state = self._setup, self._state
         state.tensors = setup.tensors()
         size, tape = turn.count * setup.settings.views, self._recorder(part, turn)
@@ -242,7 +242,7 @@ class StepRun:
         try:
             contexts.enter_context(uncompiled())
             contexts.enter_context(setup.placement.running())
-            seed = state.releases.own_secret(b"random numbers", state.step, part.number)
+            seed = state.releases.draws.own_secret(b"random numbers", state.step, part.number)
             numbers = SeededRandomNumbers(seed, owner=self)
             if part.rehearsed and part.start is None:
                 part.start = random_position()  # the same before every turn
@@ -294,35 +294,6 @@ class StepRun:
             return None
         return setup.mechanism.recorder(state.tensors, state.releases.noise.key, state.step, part.number, size)
 
-    def _check_rates(self, part: Part) -> None:
-        """Refuses a loop that changes learning rate, weight decay, ... between the turns of one batch."""
-        groups = self._setup.optimizer.param_groups
-        now = [
-            {key: value if type(value) in SIMPLE else plain(value) for key, value in group.items() if key != "params"}
-            for group in groups
-        ]
-        if part.rates is None:
-            part.rates = now
-        elif now != part.rates:
-            pairs = zip(now, part.rates, strict=False)
-            changed = sorted({key for new, old in pairs for key in new if new[key] != old.get(key)}) or ["params"]
-            raise Refused(
-                f"PrivateTraining: {', '.join(changed)} of the optimizer changed before the step was made, at a "
-                "rehearsal of its batch. Advance a scheduler only where training.step(losses) returns True, or pass it "
-                "as scheduler=. No setting may depend on the batch."
-            )
-
-    def _check_still_trained(self, pending: Pending) -> None:
-        """Refuses a loop that freezes or unfreezes parameters in every turn of a batch."""
-        tape = pending.tape
-        frozen = [] if tape is None else [name for name, p in tape.parameters.items() if not p.requires_grad]
-        if frozen:
-            raise Refused(
-                f"PrivateTraining: the loop switches requires_grad of {', '.join(map(repr, frozen))} in every turn of "
-                "a batch, so that its rehearsals train other parameters than the batch. Let it depend on "
-                "training.step_count, which is the same in all turns, or switch where training.step returned True."
-            )
-
     def _answers(self, pending: Pending, part: Part, losses: Tensor) -> tuple[Answered | None, Answers]:
         """Returns the sums of a turn, None if it has no recording, and what is compared."""
         turn, tape, setup = pending.turn, pending.tape, self._setup
@@ -372,6 +343,7 @@ class StepRun:
                 may_miss=reached.may_miss(tape.parameters) if is_alone else tape.parameters,
                 memory_budget=self._setup.settings.performance.memory_budget,
                 observe=None if rows is None else rows.take,
+                observe_on=direction,
             )
         summation.check_bound()
         reached.note(tape.reached, tape.used_otherwise if isinstance(tape, Tape) else reached.padding.keys())

@@ -18,7 +18,7 @@ import numpy as np
 from torch_privacy import privacy
 from torch_privacy.experiments.study import Study
 from torch_privacy.privacy.summary import equal_releases
-from torch_privacy.report import figures as plots
+from torch_privacy.runs.report import figures as plots
 from torch_privacy.runs.rows import CLT, EXACT, MOMENTS, PRIVACY_COLUMNS, Computation, Context, Numbers, TableColumn
 from torch_privacy_papers.abadi2016.levels import LEVELS, Level
 

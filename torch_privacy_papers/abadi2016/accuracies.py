@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from torch_privacy.report import figures as plots
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import Metrics
+from torch_privacy.runs.report import figures as plots
 from torch_privacy.runs.rows import Computation, Context, Numbers, TableColumn, folder_name, rows_folder
 from torch_privacy_papers.abadi2016.levels import LEVELS, most_steps
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from torch_privacy import privacy
 from torch_privacy.experiments.study import Study
-from torch_privacy.report import figures as plots
+from torch_privacy.runs.report import figures as plots
 from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, TrainingRow
 from torch_privacy_papers.abadi2016 import mnist
 from torch_privacy_papers.abadi2016.levels import LAYERS

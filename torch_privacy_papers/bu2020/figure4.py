@@ -21,8 +21,8 @@ import numpy as np
 from torch_privacy import privacy
 from torch_privacy.experiments.study import Study
 from torch_privacy.privacy.summary import equal_releases
-from torch_privacy.report import figures as plots
 from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.report import figures as plots
 from torch_privacy.runs.rows import (
     ACCURACY_COLUMN,
     PRIVACY_COLUMNS,

@@ -19,7 +19,7 @@ from torch_privacy import privacy
 from torch_privacy.experiments.study import Study
 from torch_privacy.privacy import Bracket, tradeoff
 from torch_privacy.privacy.summary import compose_steps, equal_releases
-from torch_privacy.report import figures as plots
+from torch_privacy.runs.report import figures as plots
 from torch_privacy.runs.rows import CLT, EXACT, MOMENTS, MU, PRIVACY_COLUMNS, Computation, Context, Numbers, TableColumn
 from torch_privacy_papers.bu2020.table1 import DELTA, PROBABILITY, TABLE, PrintedSetting
 

@@ -21,8 +21,8 @@ from torch.utils.data import TensorDataset
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Task
 from torch_privacy.privacy.bracket import Array
-from torch_privacy.report import figures as plots
-from torch_privacy.report import style
+from torch_privacy.runs.report import figures as plots
+from torch_privacy.runs.report import style
 from torch_privacy.runs.rows import ACCURACY_COLUMN, EXACT, PRIVACY_COLUMNS, SCORE, TrainingRow
 from torch_privacy_papers.bu2021 import common as jl
 from torch_privacy_papers.bu2021.tables import ON_MNIST

@@ -26,8 +26,8 @@ from torch_privacy.experiments import task
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import Task
 from torch_privacy.privacy.bracket import Array
-from torch_privacy.report import figures as plots
 from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.report import figures as plots
 from torch_privacy.runs.rows import (
     ACCURACY_COLUMN,
     EXACT,

@@ -26,7 +26,7 @@ from torch_privacy import privacy
 from torch_privacy.experiments.study import Study
 from torch_privacy.privacy import Bracket
 from torch_privacy.privacy.bracket import Array
-from torch_privacy.report import figures as plots
+from torch_privacy.runs.report import figures as plots
 from torch_privacy.runs.rows import EXACT, Computation, Context, Numbers, TableColumn
 from torch_privacy_papers.bu2021.common import method_name
 

@@ -30,7 +30,7 @@ from torch_privacy.data import load_cifar10, load_public_images
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import seeded
 from torch_privacy.jacobian.rows.operator import Jacobian
-from torch_privacy.report import figures as plots
+from torch_privacy.runs.report import figures as plots
 from torch_privacy.runs.rows import Computation, Context, Numbers, TableColumn
 from torch_privacy_papers.models.networks import ResNet20
 from torch_privacy_papers.yu2021.common import labels_of_the_data

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_privacy import privacy
-from torch_privacy.noise import Noise
+from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.privacy import Gaussian
 from torch_privacy.privacy.events.pate import ThresholdTests, data_dependent_epsilon, threshold_event, votes_event
 

@@ -20,6 +20,7 @@ from torch_privacy.mechanisms.estimated_norms.directions import Directions
 from torch_privacy.mechanisms.estimated_norms.jvp import STRATEGIES, ForwardCall, differentiable_twice
 from torch_privacy.mechanisms.estimated_norms.projected import ProjectedRecording, Projector
 from torch_privacy.mechanisms.estimated_norms.settings import Projections
+from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.privacy import SubsampledGaussian, SubsampledJL, compose
 from torch_privacy.support.random_state import RandomState
 
@@ -206,7 +207,7 @@ def test_directions_are_never_used_twice_and_repeat_for_a_step():
     again = Directions(KEY, 1, 1).draw([1], parameters)["w"]
     torch.testing.assert_close(again.double().flatten(), streams[KEY, 1, 1][1000:2000], rtol=0, atol=0)
     assert torch.equal(state, torch.get_rng_state())
-    noise = tp.noise.Noise(KEY)
+    noise = Noise(KEY)
     sums = {"w": torch.zeros(1000, dtype=torch.float32)}
     noise.add_to(1, sums, 1.0)
     assert not set(sums["w"].double().tolist()) & set(streams[KEY, 1, 0].tolist())
@@ -236,7 +237,7 @@ def train(training, losses=lambda model, x, y: losses_of(model, x), steps=None):
     return torch.cat([p.detach().flatten() for p in training.model.parameters()])
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("box", [*BLACK_BOXES])
 def test_black_boxes_train_privately_and_state_their_price(box):
     torch.manual_seed(1)
@@ -425,6 +426,7 @@ def test_epsilon_is_above_that_of_exact_norms_and_converges_to_it():
     assert away[1] < away[0] / 8
 
 
+@pytest.mark.thorough
 def test_a_target_epsilon_takes_more_noise_than_exact_norms_need():
     training = training_of(small(), sketched(32), delta=1e-3, noise_multiplier=None, target_epsilon=2.0)
     exact = tp.privacy.calibrate(2.0, 1e-3, sampling_probability=0.2, num_steps=4)
@@ -594,7 +596,7 @@ def test_an_infinite_estimate_leaves_the_example_out():
 
 def test_empty_batches_are_steps_of_noise_alone():
     training = training_of(small(), dataset=data(4), expected_batch_size=0.4, num_steps=8, test_seed=2)
-    assert any(len(training._state.releases.indices(step)) == 0 for step in range(8))
+    assert any(len(training._state.releases.draws.indices(step)) == 0 for step in range(8))
     train(training)
     assert training.step_count == 8
 
@@ -625,6 +627,7 @@ def test_random_numbers_of_the_user_are_the_same_as_without_projections():
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.thorough
 def test_prefetched_tangents_change_nothing(monkeypatch):
     """Estimates are the same whether tangents are computed before the forward or after it."""
     initial, prefetched = nn.Sequential(small(), nn.Dropout(0.5), nn.Linear(2, 2)), []

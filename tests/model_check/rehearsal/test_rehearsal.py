@@ -175,6 +175,7 @@ def with_statistic(statistic, *, detached):
     return linear(forward)
 
 
+@pytest.mark.thorough(but=8)
 @pytest.mark.parametrize(("name", "detached"), EACH_ONE_WAY)
 def test_training_refuses_a_forward_with_a_statistic_of_the_batch(name, detached):
     assert_refused(Program(with_statistic(OF_THE_BATCH[name], detached=detached), points()))
@@ -253,6 +254,7 @@ def looked_up(change, meeting="embedding"):
     return Calls(lambda m, x: MEETINGS[meeting](m, x) + MEETINGS[meeting](m, change(x)) / 2, w=torch.randn(20, 4))
 
 
+@pytest.mark.thorough(but=8)
 @pytest.mark.parametrize("name", SHIFT)
 def test_tokens_of_another_example_are_refused(name):
     assert_refused(Program(looked_up(SHIFT[name]), TensorDataset(tokens(N, T))))
@@ -670,7 +672,7 @@ def test_a_condition_that_one_example_decides_is_refused_when_it_is_true(number)
     training = program.training(num_steps=20)
     with pytest.raises(tp.Refused, match=DEPEND):
         program.run(training)
-    assert not any(number in training._state.releases.indices(step) for step in range(training.step_count))
+    assert not any(number in training._state.releases.draws.indices(step) for step in range(training.step_count))
 
 
 def test_examples_mixed_in_a_large_tensor_are_refused():

@@ -46,6 +46,7 @@ def test_components_alone_may_cost_too_much():
     assert most_steps(LEVELS[2], 0.25, 1e-5) == 0
 
 
+@pytest.mark.thorough
 def test_best_accuracy_is_of_the_last_epoch_within_epsilon_and_delta(recorded):
     context = Context(quick=False, seed=0, data=None, run=recorded)
     found = accuracies.best_within(2, context)

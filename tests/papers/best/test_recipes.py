@@ -39,7 +39,7 @@ def made_up(channels, size):
     return lambda folder: data
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("module", "shape", "recipe"),
     [

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from torch_privacy.cli import run as command
 from torch_privacy.experiments.task import Task
-from torch_privacy.report import render as report
+from torch_privacy.runs.report import render as report
 from torch_privacy_papers.bu2021 import accuracy as jl_accuracy
 from torch_privacy_papers.bu2021 import tables as jl_mnist
 

@@ -104,6 +104,7 @@ def test_rare_and_heavy_losses_are_bracketed_to_a_thousandth(releases, delta):
     assert 0 < low <= high <= low * 1.001
 
 
+@pytest.mark.thorough
 def test_tiny_deltas_cost_no_more_than_renyi_accounting():
     releases = [(privacy.SubsampledGaussian(4.0, 0.00033), 10_000)]
     low, high = privacy.compose(releases).epsilon(1e-25)

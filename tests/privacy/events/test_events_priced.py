@@ -153,7 +153,7 @@ def test_blocks_of_unequal_noise_are_one_gaussian_as_in_the_notes(embedding, res
 INFLATION = [(8, 2.602), (16, 1.339), (32, 1.089), (64, 1.035), (128, 1.016), (256, 1.008)]
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("projections", "noise"), INFLATION)
 def test_estimated_norms_need_the_noise_of_the_notes(projections, noise):
     exact = epsilon(SubsampledGaussian(1.0, 0.01), 2000).high

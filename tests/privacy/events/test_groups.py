@@ -85,6 +85,7 @@ def test_outcomes_are_those_of_the_losses():
     assert mass.sum() == pytest.approx(1, abs=1e-13)
 
 
+@pytest.mark.thorough
 def test_losses_beyond_floating_point_are_priced_as_a_simulation_finds():
     """The loss of one step may exceed 700, and e^700 is no number; 10,000 trainings are simulated."""
     noise, q, size, steps, people = 0.3, 0.05, 20, 4, 10_000

@@ -42,6 +42,7 @@ def test_dp_accounting_has_the_same_price(releases, delta):
     assert low * (1 - 1e-4) - 1e-6 <= accountant.get_epsilon(delta) <= high * (1 + 1e-3) + 1e-4
 
 
+@pytest.mark.thorough
 def test_engines_agree():
     for releases in LISTS:
         contour, lattice = (privacy.compose(releases, method).epsilon(1e-5) for method in ("auto", "lattice"))

@@ -4,6 +4,7 @@
 import itertools
 import math
 
+import mpmath as mp
 import numpy as np
 import pytest
 from scipy.integrate import quad
@@ -11,7 +12,9 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from torch_privacy import privacy
+from torch_privacy.privacy.pairs import balls_and_bins
 from torch_privacy.privacy.pairs.balls_and_bins import Merged, Spread
+from torch_privacy.privacy.pairs.widening_grid import BODY, OCTAVE, merge, positions, split, sums
 
 DELTA = 1e-5
 
@@ -85,6 +88,7 @@ def test_two_bins_enclose_the_quadrature_of_the_mixture(noise):
     assert high - low < 2e-4
 
 
+@pytest.mark.thorough
 def test_an_epoch_agrees_with_a_simulation():
     """Of the ratio under P, where one bin, say the first, has the example."""
     noise, num_bins, delta, rng = 0.8, 20, 1e-2, np.random.default_rng(0)
@@ -124,13 +128,133 @@ def test_both_laws_have_the_mass_and_the_mean_of_the_sum_and_enclose_its_varianc
     variances = []
     for kind in (Merged, Spread):
         law = kind.of_one(noise).times(num_bins)
-        value = law.base + law.step * law.at
-        assert law.mass.sum() == pytest.approx(1, abs=1e-11)
-        assert law.mass @ value == pytest.approx(num_bins, rel=1e-10)
+        value = law.center + law.base + law.step * law.at
+        most = 1e-11 * num_bins if kind is Spread else 1e-14  # a spread law has what both neighbors can get at most
+        for total in (law.mass.sum(), law.mass @ value / num_bins):
+            assert -1e-14 <= total - 1 <= most
         variances.append(law.mass @ (value - num_bins) ** 2)
     exact = num_bins * math.expm1(noise**-2)
     assert variances[0] < exact < variances[1]
     assert variances[1] < variances[0] * 1.002
+
+
+@pytest.mark.parametrize("noise", [0.25, 0.6, 3.0, 3.3, 50.0, 1e6])
+def test_cells_have_mass_and_mean_to_the_error_that_is_priced(noise):
+    """Against 60 digits, from the lowest cells to the highest ones."""
+    law = Merged.of_one(noise)
+    places = balls_and_bins.places_of(balls_and_bins.num_octaves_of(law.mass))
+    left, right = balls_and_bins._cells(noise, law.center, law.base, law.step, places)
+    with mp.workdps(60):
+        sigma = mp.mpf(noise)
+
+        def mass(low, high):
+            sign, low, high = (1, low, high) if low > 0 else (-1, -low, -high)  # of tails, without cancellation
+            return sign * (mp.erfc(low / mp.sqrt(2)) - mp.erfc(high / mp.sqrt(2))) / 2
+
+        for k in {*range(12), *range(12, len(left), len(left) // 60), len(left) - 1}:
+            x = [mp.mpf(law.center) + mp.mpf(law.base) + mp.mpf(law.step) * mp.mpf(places[i]) for i in (k, k + 1)]
+            z = [sigma * mp.log(one) + 1 / (2 * sigma) for one in x]
+            total, mean = mass(*z), mass(*(one - 1 / sigma for one in z))
+            expected = (x[1] * total - mean) / (x[1] - x[0]), (mean - x[0] * total) / (x[1] - x[0])
+            for found, exact in zip((left[k], right[k]), expected, strict=True):
+                assert abs(mp.mpf(found) / exact - 1) < balls_and_bins.CELL
+
+
+def sticks_of(noise, num_bins, kind):
+    """Returns δ at some epsilons around the deviation of the ratio, of the certified pair, in both directions."""
+    pair = balls_and_bins._certified(kind.of_one(noise).times(num_bins))
+    epsilons = np.linspace(0.02, 3, 12) * math.log1p(math.sqrt(math.expm1(noise**-2) / num_bins))
+    found = [pair.tails(epsilons, swapped=swapped) for swapped in (False, True)]
+    return np.concatenate([tails.gain - tails.loss for tails in found])
+
+
+def unpriced(monkeypatch):
+    for name in ("CELL", "SUM", "PLACE"):
+        monkeypatch.setattr(balls_and_bins, name, 0.0)
+    monkeypatch.setattr(balls_and_bins, "_of_adding", lambda place: 0.0)
+
+
+@pytest.mark.thorough(but=1)
+@pytest.mark.parametrize(("noise", "num_bins"), [(0.3, 7), (1.0, 1000), (40.0, 30)])
+def test_rounding_is_on_the_safe_side_of_both_laws(monkeypatch, noise, num_bins):
+    """The pair with priced rounding against that without it: in both directions, at every epsilon."""
+    priced = {kind: sticks_of(noise, num_bins, kind) for kind in (Merged, Spread)}
+    unpriced(monkeypatch)
+    exact = {kind: sticks_of(noise, num_bins, kind) for kind in (Merged, Spread)}
+    error = num_bins * 1e-13  # cells are wrong by 1e-13 at least
+    assert (priced[Spread] > exact[Spread] * (1 + error)).all()
+    assert (priced[Merged] < exact[Merged] * (1 - error)).all()
+    assert (priced[Spread] < exact[Spread] * (1 + 1e-4)).all()
+    assert (priced[Merged] > exact[Merged] * (1 - 1e-3)).all()
+
+
+@pytest.mark.parametrize(("noise", "num_bins"), [(1.0, 1), (1.0, 2), (0.4, 5), (40.0, 3)])
+def test_places_are_moved_to_the_safe_side_of_both_laws(monkeypatch, noise, num_bins):
+    unpriced(monkeypatch)
+    exact = {kind: sticks_of(noise, num_bins, kind) for kind in (Merged, Spread)}
+    monkeypatch.setattr(balls_and_bins, "PLACE", 1e-9)
+    assert (sticks_of(noise, num_bins, Spread) > exact[Spread] * (1 + 1e-12)).all()
+    assert (sticks_of(noise, num_bins, Merged) < exact[Merged] * (1 - 1e-12)).all()
+
+
+@pytest.mark.parametrize("coarser", [split, merge])
+def test_sums_are_exact_to_the_error_that_is_priced(coarser):
+    """Against the same sums with 64 bits, of masses over 100 orders of magnitude in 40 octaves."""
+    rng = np.random.default_rng(0)
+    a, b = (10.0 ** -rng.uniform(0, 100, BODY + 40 * OCTAVE) for _ in range(2))
+    exact = sums(a.astype(np.longdouble), b.astype(np.longdouble), coarser)
+    assert (np.abs(sums(a, b, coarser) - exact) <= balls_and_bins.SUM * exact).all()
+
+
+def test_sums_keep_mass_and_mean():
+    rng = np.random.default_rng(0)
+    a, b = (rng.uniform(size=BODY + k * OCTAVE) for k in (3, 5))
+    at = balls_and_bins.places_of(5)
+    mass = sums(a, b, split)
+    assert mass.sum() == pytest.approx(a.sum() * b.sum(), rel=1e-13)
+    mean = (a @ at[: len(a)]) * b.sum() + a.sum() * (b @ at)
+    assert mass @ positions(5) == pytest.approx(mean, rel=1e-13)
+    merged = sums(a * at[: len(a)], b, merge).sum() + sums(a, b * at, merge).sum()
+    assert merged == pytest.approx(mean, rel=1e-13)
+
+
+@pytest.mark.parametrize("kind", [Merged, Spread])
+def test_errors_count_all_outcomes_that_come_to_one_place(kind, monkeypatch):
+    """Of 3 copies: those of 2 cells and a sum, then of a place of the sum, of the third's new grid, and of the last."""
+    counted, add = [], balls_and_bins._of_adding
+    monkeypatch.setattr(balls_and_bins, "_of_adding", lambda place: counted.append(place) or add(place))
+    law = kind.of_one(0.7).times(3)
+    added = {id(place): np.bincount(place).max() for place in counted}
+    assert len(added) == 3
+    least = 3 * balls_and_bins.CELL + 2 * balls_and_bins.SUM + sum(added.values()) * 2.0**-53
+    assert least <= law.error <= least + 1e-13
+
+
+@pytest.mark.thorough
+def test_many_bins_with_little_noise_have_a_price():
+    """12,418 outcomes of their sum come to one place."""
+    low, high = prices(0.25, 65_535)
+    assert low < high < low * (1 + 5e-4)
+
+
+@pytest.mark.thorough(but=1)
+@pytest.mark.parametrize("noise", [0.25, 0.4, 3.2, 3.3])
+@pytest.mark.parametrize("kind", [Merged, Spread])
+def test_small_ratios_keep_their_relative_accuracy(kind, noise):
+    """Ratios of 1e-17 are no zeros: an epoch reveals nothing for certain, up to what was given up."""
+    pair = balls_and_bins._certified(kind.of_one(noise).times(2))
+    ratio = np.array(pair.p)[1:-1] / np.array(pair.q)[1:-1]
+    law = kind.of_one(noise).times(2)
+    value = (law.center + law.base + law.step * law.at[law.mass > 0]) / 2
+    far = np.abs(value - 1) > 0.5
+    assert ratio[far] == pytest.approx(value[far], rel=1e-9, abs=0)
+
+
+def test_errors_that_are_too_large_are_noticed(monkeypatch):
+    monkeypatch.setattr(balls_and_bins, "SUM", 1e-3)
+    for kind in (Merged, Spread):
+        with pytest.raises(ArithmeticError, match="smaller than the errors"):
+            balls_and_bins._certified(kind.of_one(1.0).times(300))
 
 
 def test_later_batches_are_paid_by_their_epochs_and_no_more_of_them():
@@ -161,6 +285,7 @@ def test_an_epoch_has_the_noise_of_its_batches():
         privacy.in_bins(privacy.SubsampledJL(1.0, 32, 0.1), 10)
 
 
+@pytest.mark.thorough
 def test_exactly_k_of_t_steps_cost_no_more_than_k_epochs():
     """By simulation; the likelihood ratio is an elementary symmetric polynomial over its mean."""
     noise, k, t, draws = 0.6, 3, 15, 100_000

@@ -71,7 +71,7 @@ def test_functionals_of_pure_privacy_are_sums_of_two_losses():
     assert found.kappa3bar == pytest.approx(high * (epsilon - kl) ** 3 + low * (epsilon + kl) ** 3)
 
 
-@pytest.mark.thorough(but=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("f", [Laplace(0.3), EpsilonDelta(0.2)], ids=["Laplace", "pure"])
 def test_bounds_of_berry_and_esseen_enclose_the_product(f):
     product = tradeoff.tensor(f, f)

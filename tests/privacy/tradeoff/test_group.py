@@ -53,6 +53,7 @@ def test_group_encloses_the_composition_of_rejection_rates(f, size):
     assert low <= high
 
 
+@pytest.mark.thorough
 @given(st.one_of(SIMPLE, SAMPLED), st.integers(2, 3), st.integers(2, 3))
 @example(EpsilonDelta(3.0, 0.0), 3, 3)  # so steep that a corner must not be misplaced by rounding
 @settings(max_examples=10)

@@ -152,6 +152,7 @@ def test_tensor_with_ratios_beyond_floating_point_encloses_the_sum_of_losses(eps
         assert low.delta(loss) >= privacy.compose([(privacy.Laplace(1 / epsilon), count)]).delta(loss).low - 1e-13
 
 
+@pytest.mark.thorough
 @given(SIMPLE, st.floats(0, 1e-3))
 def test_curve_from_bounds_on_its_profile_encloses_it(f, error):
     generator = np.random.default_rng(0)

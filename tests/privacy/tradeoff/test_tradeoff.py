@@ -126,6 +126,7 @@ def test_symmetrized_sampling_has_the_three_pieces_of_the_paper(f, q):
     np.testing.assert_allclose(price(between), low + at_fixed - between, atol=1e-11)
 
 
+@pytest.mark.thorough
 @given(SIMPLE, SIMPLE)
 def test_minimum_is_the_largest_below_both(f, g):
     least = minimum(f, g)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -102,7 +103,8 @@ class LayoutFinder:
         dtypes, losses, merging = self._reached.dtypes(), self._reached.losses, self._request.merging
         if self._native is None:
             exponents = Rounding.of(dtypes).exponents
-            self._native = ProjectedSum.of(losses, self._reached.parts, merging, exponents, self._reached.leaves)
+            with self._reached.running_again():
+                self._native = ProjectedSum.of(losses, self._reached.parts, merging, exponents, self._reached.leaves)
         return RowCheck(self._native, dtypes, self._peers)
 
     def learn(self, found: FoundLayouts, check: RowCheck | None) -> None:
@@ -209,10 +211,10 @@ class LayoutFinder:
         native = ProjectedSum(reached.parts, prediction.coded[0], reached.leaves) if due else None
         for k, coded in enumerate(prediction.coded):
             sink = _CodedSink(prediction, k, add_least if is_new and k == 0 else None)
-            leaves = native.leaves if native is not None and k == 0 else ()
-            found = backward_into(sink, reached, places, coded, retain_graph=True, leaves=leaves)
-            if native is not None and k == 0:
-                native.take(found)
+            reads = native if k == 0 else None
+            with nullcontext() if reads is None else reads.watching(reached.losses):
+                leaves = () if reads is None else reads.leaves
+                backward_into(sink, reached, places, coded, retain_graph=True, leaves=leaves)
         self._native = native
         if is_new:
             self._memory.note(least)

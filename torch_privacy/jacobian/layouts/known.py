@@ -47,6 +47,11 @@ class Footprint:
 
     activations: float  # kept by autograd for the backward
     least: float  # held until the clipped sum, whatever the plan
+    part: float = 0.0  # made again for the largest part under activation checkpointing, while its backward runs
+
+    def times(self, n: float) -> Footprint:
+        """Returns the bytes of n times as many examples."""
+        return Footprint(n * self.activations, n * self.least, n * self.part)
 
 
 class Layouts:
@@ -64,6 +69,7 @@ class Layouts:
         self._footprints: dict[tuple[int, bool], Footprint] = {}
         self._random = random.Random(system_seed())
         self.filled = FilledTensors()
+        self.saved_at: dict[tuple, int] = {}  # see ``MadeAgain``
         self._paths: dict[int, list[tuple[Sizes, int]]] = {}  # program -> sizes first seen on each path, its number
         self._numbers = count()
         self._path_of = lru_cache(maxsize=1024)(self._find_path)
@@ -101,7 +107,7 @@ class Layouts:
         for key in relevant_keys(n):
             known = self._footprints.get((path, key))
             if known is not None:
-                return Footprint(n * known.activations, n * known.least)
+                return known.times(n)
         return None
 
     def settled(self, n: int) -> bool:
@@ -158,7 +164,7 @@ class Layouts:
 
     def note_footprint(self, path: int, n: int, footprint: Footprint) -> None:
         """Remembers the bytes that a batch of n needed."""
-        self._footprints[path, n == 1] = Footprint(footprint.activations / n, footprint.least / n)
+        self._footprints[path, n == 1] = footprint.times(1 / n)
 
     def note_verified(self, calls: Iterable[CallKind], n: int) -> None:
         """Remembers that a batch of n with calls of these kinds agreed with native backwards."""
@@ -230,12 +236,12 @@ def _complete(layouts: Iterable[Found | None]) -> list[Found] | None:
 
 def kind_of_call(call: Call) -> CallKind:
     """Returns the op, and the types of its uses with their weights' shapes, without the sizes of the batch."""
-    return (call.op, len(call.shape), *((type(use).__name__, use.weight.shape) for use in call.uses))
+    return (call.op, len(call.shape), *((use.kind, use.weight.shape) for use in call.uses))
 
 
 def _key(call: Call, names_of: NamesOf) -> tuple:
     """Returns what identifies a call on any path: the op, its place in the code, and its parameters."""
-    uses = ((type(use).__name__, names_of(use.weight)) for use in call.uses)
+    uses = ((use.kind, names_of(use.weight)) for use in call.uses)
     return (call.op, call.place, len(call.shape), *uses)
 
 

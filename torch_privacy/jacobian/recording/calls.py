@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from ...ops.fallback import compared, replay, uses_of
 from ...support.torch_modes import saves_elsewhere
 from ...support.validate import Refused
 from ..parallel.shards import Placed, is_distributed, on_this_rank
+from .again import MadeAgain
+from .packed import Packed, PackedUse, packed_uses, version_of, without_entries
 from .tensors import KnownTensors
 
 # The op of calls that one of our own compositions recorded.
@@ -65,6 +67,24 @@ class Call:
     place: int = 0  # hash of the place in the code
     size: int = 0  # bytes of inputs that are kept for the backward, and of the output
     needs_graph: bool = False  # nothing was recorded: nodes of the graph compute the rows
+    part: int = 0  # number of the part that is computed again before its backward; 0 for none
+
+    @property
+    def is_packed(self) -> bool:
+        """True if some inputs are made again in the backward."""
+        return self.part > 0 and any(isinstance(use, PackedUse) for use in self.uses)
+
+    def unpacked(self) -> tuple[Use, ...]:
+        """Returns the uses with their inputs; within the backward, before it passes the call's node."""
+        if not self.part:
+            return self.uses
+        return tuple(use.unpacked() if isinstance(use, PackedUse) else use for use in self.uses)
+
+    def forget(self) -> None:
+        """Frees inputs that were made again."""
+        for use in self.uses if self.part else ():
+            if isinstance(use, PackedUse):
+                use.forget()
 
     @staticmethod
     def cut(func: Callable, output: Output, place: int) -> Call:
@@ -97,21 +117,40 @@ class CallLog:
         self.calls: list[Call] = []
         self.unrecorded: list[Call] = []  # stand for nodes by which losses reached parameters without a recorded call
         self.saved_elsewhere = False  # saved-tensor hooks keep autograd's tensors outside of its nodes
+        self.again = MadeAgain()
+        self._parts: dict[int, int] = {}  # of the hooks -> number
         # Base's id -> calls with outputs that are views of it, with their strides and offset.
         self.views: dict[int, list[tuple[weakref.ref[Tensor], Call, tuple[int, ...], int]]] = {}
 
-    def add(self, op: str, y: Tensor, uses: tuple[Use, ...], inputs: tuple[GradientEdge, ...], place: int) -> None:
-        """Adds a call of an op with output y."""
-        if saves_elsewhere() is not None:
-            self.saved_elsewhere = True
-        output, versions = output_of(y), []
+    def add(
+        self,
+        op: str,
+        y: Tensor,
+        uses: tuple[Use, ...],
+        inputs: tuple[GradientEdge, ...],
+        place: int,
+        saved: Sequence[tuple[Tensor, Packed]] = (),
+    ) -> None:
+        """Adds a call of an op with output y; ``saved`` are the tensors that autograd saved for it by hooks."""
+        hooks = saves_elsewhere()
+        output, versions, part = output_of(y), [], 0
         size = output.size
         for use in uses:
             versions.append((use.weight, use.weight._version))
+        if hooks is not None:
+            self.saved_elsewhere = True
+            part = self._parts.setdefault(id(hooks[1]), len(self._parts) + 1)  # the graph holds it
+            changeable = [t for use in uses for t in use.saved()]
+            uses = packed_uses(uses, saved, self.again, hash((op, place)))
+            held = {id(t) for use in uses for t in use.saved()}
+            versions += [(t if id(t) in held else version_of(t), t._version) for t in changeable]
+            size += sum(use.packed_bytes for use in uses if isinstance(use, PackedUse))
+        for use in uses:
             for t in use.saved():
-                versions.append((t, t._version))
+                if hooks is None:
+                    versions.append((t, t._version))
                 size += t.numel() * t.itemsize  # nbytes is refused for sparse ones
-        call = Call(op, output, inputs, uses, versions, place, size)
+        call = Call(op, output, inputs, uses, versions, place, size, part=part)
         self.calls.append(call)
         if y._base is not None and output.part is None and output.placed is None and output.edge == edge_of(y):
             where = y.stride(), int(y.storage_offset())
@@ -158,11 +197,6 @@ def _distributed_output(y: Tensor, base: Tensor | None) -> Output:
     if base is not None and base.grad_fn is not None and base.numel() == y.numel() and base.is_contiguous():
         with_edge = base
     return Output(edge_of(with_edge), on_this_rank(y).shape, y.dtype, None, Placed.gradient_of(with_edge))
-
-
-def without_entries(tensor: Tensor) -> Tensor:
-    """Returns a tensor with the same shape, strides and type, and without memory."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def edge_of(y: Tensor) -> GradientEdge:

@@ -23,7 +23,7 @@ FEW = 16  # numbers in a list or tensor, up to which each is noted
 FRAMES = 6  # of the stack that tell a place in the code
 MOST_PLACES = 2**14
 SMALL = 4  # integers below this are dimensions, flags and counts; larger ones are sizes, which may vary
-# Functions that take a list with an entry for each example. A tensor made of numbers is read where it is used.
+# Functions that may be given a list with an entry for each example.
 TAKE_LISTS = FROM_PYTHON | {torch.split, torch.split_with_sizes, Tensor.split, Tensor.split_with_sizes}
 
 
@@ -43,12 +43,24 @@ class CodePath:
     def note_call(self, func: Callable, numbers: tuple, values: tuple = ()) -> None:
         """Adds a call of a torch function with these integers, names and flags, and the kinds of other numbers."""
         place = self.place = _PLACES.number(sys._getframe(2))
-        self.features.add((func, place, _without_sizes(_without_lists(numbers) if func in TAKE_LISTS else numbers)))
+        if func in TAKE_LISTS:
+            numbers = self._note_entries(numbers)
+        self.features.add((func, place, _without_sizes(numbers)))
         for k, value in enumerate(values):
             if type(value) is float or isinstance(value, (float, np.generic)):
                 self.features.add((place, k, kind_of_number(value)))
             elif isinstance(value, (list, tuple)) and len(value) <= FEW:
                 self.note_kinds(k, [v for v in value if isinstance(v, float)])
+
+    def _note_entries(self, numbers: tuple) -> tuple:
+        """Adds the entries of lists one by one, as few lists of many entries are equal; returns the other numbers."""
+        for value in numbers:
+            if isinstance(value, tuple):
+                entries = _without_sizes(value)
+                self.features.update(
+                    [(self.place, k if len(entries) <= FEW else None, v) for k, v in enumerate(entries)]
+                )
+        return tuple(list if isinstance(value, tuple) else value for value in numbers)
 
     def note_kinds(self, number: int, values: Iterable[float]) -> None:
         """Adds the kinds of the few numbers in an argument of the latest call."""
@@ -177,10 +189,6 @@ def described(features: Iterable[Any]) -> str:
         where = _PLACES.text(place)
         return f"the call of {getattr(func, '__name__', 'an op')}{' in ' if where else ''}{where}"
     return "the size of a number" if any(isinstance(feature[0], int) for feature in features) else "an input's origin"
-
-
-def _without_lists(numbers: tuple) -> tuple:
-    return tuple(list if isinstance(value, tuple) else value for value in numbers)
 
 
 @lru_cache(maxsize=2**14)

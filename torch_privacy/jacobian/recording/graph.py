@@ -134,7 +134,15 @@ def saved_bytes(graph: Graph, n: int, excluded: Iterable[Tensor]) -> int:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
+    if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
+        return False
+    if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+        return True
+    try:  # a subclass may hold other tensors in place of its own entries, as quantized weights do
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _saved_by(node: Node) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter, methodcaller
@@ -66,6 +67,11 @@ class RecordedGraph:
     def leaves(self) -> Mapping[str, Tensor]:
         """Returns the parameters by name, as the graph has them."""
         return self.recorder.parameters
+
+    def running_again(self) -> AbstractContextManager:
+        """Returns a context for a backward, in which parts of the forward run again under saved-tensor hooks."""
+        log = self.recorder.log
+        return log.again.watching(self.losses.device) if log.saved_elsewhere else nullcontext()
 
     @property
     def needs_graph(self) -> bool:

@@ -22,7 +22,7 @@ from torch.overrides import _pop_mode, _push_mode
 
 from ...ops import COMPOSED, OPS, Use
 from ...ops.elementwise import OVERWRITING
-from ...support.torch_modes import OpMode, is_transformed, tensors_in
+from ...support.torch_modes import OpMode, is_transformed, saves_elsewhere, tensors_in
 from ...support.validate import Refused
 from ..parallel.shards import may_be_parallel
 from .calls import (
@@ -50,6 +50,7 @@ from .functions import (
     traits,
     with_first_by_position,
 )
+from .packed import Packed, keeping_saved, noting_saved
 from .sharded import ShardedTensors
 from .tensors import KnownTensors
 
@@ -157,6 +158,7 @@ class Recorder(OpMode):
         self.shards = ShardedTensors(self.tensors, self.parameters) if may_be_parallel(tensors) else None
         self.program = Program(plain_output if self.shards is None else output_of)
         self.log = CallLog()
+        self.log.again.expect({*map(id, self.parameters.values())})
         self.reached: set[str] = set()  # names of the parameters that the losses were found to depend on
         self.used_otherwise: set[str] = set()  # names of those used other than as the table of a look-up
         self._forwards = 0  # of the model that are running
@@ -330,6 +332,8 @@ class Recorder(OpMode):
         inside = COMPOSED.get(func) or decomposed(func)
         if inside is None:
             return self._run_and_record(func, args, kwargs, data, weights)
+        if saves_elsewhere() is not None:
+            self.log.again.note_inside(func, args, kwargs)
         with self._recording_inside():
             return inside(self._add_composed, *args, **kwargs) if func in COMPOSED else inside(*args, **kwargs)
 
@@ -355,11 +359,17 @@ class Recorder(OpMode):
         in_place = changes_in_place(func)
         copied = in_place and (func in OVERWRITING or func not in OPS)
         before = (args[0].detach().clone(), *args[1:]) if copied else args
-        out = func(*args, **kwargs)
+        saved: list[tuple[Tensor, Packed]] = []
+        if saves_elsewhere() is None:
+            out = func(*args, **kwargs)
+        else:
+            with noting_saved() as saved:
+                out = func(*args, **kwargs)
         result = args[0] if in_place else out
         results = [result] if isinstance(result, Tensor) else tensors_among((result,))
         outputs = [*filter(_node, results)]
         if not outputs:
+            saved.clear()
             return out
         op = getattr(func, "__name__", None) or str(func)
         self.code.features.add((op, known.all_names(weights)))
@@ -367,8 +377,11 @@ class Recorder(OpMode):
             wanted = [*filter(_requires_grad, weights)]
             run = RunCall(func, before, kwargs, wanted, data, result, results, in_place)
             is_sharded = self.shards is not None and self.shards.are_met(*outputs, *data, *weights)
-            for y, uses in self._uses(run, is_sharded=is_sharded):
-                self.log.add(op, y, uses, tuple(inputs), self.code.place)
+            with keeping_saved():
+                found = self._uses(run, is_sharded=is_sharded)
+            for y, uses in found:
+                self.log.add(op, y, uses, tuple(inputs), self.code.place, saved)
+        saved.clear()
         return out
 
     def _uses(self, run: RunCall, *, is_sharded: bool) -> list[tuple[Tensor, tuple[Use, ...]]]:

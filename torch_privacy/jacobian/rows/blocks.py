@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -39,12 +39,24 @@ class NothingKept(Exception):
 class NativeSum(Protocol):
     """Gives the weighted sum of blocks of which nothing was kept, by one ordinary backward for all of them."""
 
+    @property
+    def projects(self) -> bool:
+        """True if rows are projected before they are left out."""
+        ...
+
+    def directions(self, name: str, weight: Tensor) -> Mapping[Hashable, OuterProduct]:
+        """Returns the directions for this, each with a key; that of the one that confirms the sum is None."""
+        ...
+
     def expect(self, name: str) -> None:
         """Adds a parameter, before the first sum."""
 
     def __call__(self, c: Tensor, name: str) -> Tensor:
         """Returns Jᵀ c in one of the parameters."""
         ...
+
+    def confirm(self, name: str, total: Tensor, product: Tensor, scale: Tensor) -> None:
+        """Receives a sum, its product with the direction of key None as the rows have it, and the rows' lengths."""
 
 
 @dataclass(eq=False)
@@ -64,6 +76,7 @@ class Block:
     ops: list[Op] = field(default_factory=list)  # more than one: uses without a common form
     norms: Tensor | None = None  # squared norms (n,) of the rows, if they are known already
     native: NativeSum | None = None  # gives the sum if no op was kept
+    products: dict[Hashable, Tensor] = field(default_factory=dict)  # (n,) with the directions of ``native``
     summed_once: bool = False  # the ops are freed by the first sum that covers all of the block's parameters
     plan_of_op: Plan | None = None  # of the op that its rows replaced
     keeps: object = None  # something that must exist as long as the block
@@ -138,23 +151,31 @@ class Block:
         if self.answers_jointly and (type(op) is Rows or not budget.may_drop):
             self.joint = True
             return budget.hold(held_bytes(op))  # norms are computed for many such blocks together
-        choice = budget.choose(op)
+        # Products are with directions in the weight, so that it must be the parameter itself.
+        choice = budget.choose(op, may_drop=self.direct or not native.projects)
         if choice.keeps == "rows":
             rows, self.norms = rows_and_norms(op, choice.method)
             self.ops = [rows]
         else:
             self.norms = first_squared_norms(op, choice.method)
         if choice.keeps == "nothing":
-            self.ops, self.native = [], native
-            native.expect(self.names[0])
+            self._drop(native)
         return choice.held
 
     def drop(self, native: NativeSum) -> None:
         """Keeps nothing but the norms, because other ranks of the tensor-parallel mesh keep no more."""
         if not self.dropped:
             self.norms = self.first_squared_norms()
-            self.ops, self.native = [], native
-            native.expect(self.names[0])
+            self._drop(native)
+
+    def _drop(self, native: NativeSum) -> None:
+        if native.projects and not self.direct:
+            raise NothingKept
+        for key, (left, right) in native.directions(self.names[0], self.weight).items():
+            parts = [op.project_outer(left.to(op.dtype), right.to(op.dtype)) for op in self.ops]
+            self.products[key] = sum(parts[1:], parts[0])
+        self.ops, self.native = [], native
+        native.expect(self.names[0])
 
     def keep_smaller_rows(self) -> None:
         """Keeps the rows of a block that stands alone, and their norms, if that is fast and takes no more memory."""
@@ -197,7 +218,12 @@ class Block:
     def weighted_sum(self, c: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns name -> (*shape,), Jᵀ c in the parameters behind the weight."""
         if self.native is not None:
-            return {self.names[0]: self.native(c, self.names[0])}
+            total = self.native(c, self.names[0])
+            if None in self.products:
+                assert self.norms is not None
+                product, c = self.products[None], c.to(self.norms.device)
+                self.native.confirm(self.names[0], total, c.to(product) @ product, c.to(self.norms) @ self.norms.sqrt())
+            return {self.names[0]: total}
         if self.rounds:
             return self._sum_of_rows(c, parameters)
         first, *others = (op.weighted_sum(c.to(op.device, op.dtype)) for op in self.ops)
@@ -233,6 +259,9 @@ class Block:
 
     def project_on(self, direction: Direction) -> Iterator[Tensor]:
         """Yields, for each op, the products (n,) of its rows in the weight with one direction."""
+        if self.dropped:
+            yield self._product(direction)
+            return
         left, right = direction(self.weight.shape, self.weight.device)
         for op in self.ops:
             yield op.project_outer(left.to(op.dtype), right.to(op.dtype))
@@ -241,13 +270,21 @@ class Block:
         self, c: Tensor, directions: Mapping[str, OuterProduct], parameters: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Returns name -> the product of Jᵀ c in this parameter with its direction."""
-        if self.direct and not self.rounds and self.native is None:
+        if self.dropped:
+            product = self._product(id(directions[self.names[0]][0]))
+            return {self.names[0]: c.to(product) @ product}
+        if self.direct and not self.rounds:
             left, right = directions[self.names[0]]
             products = [op.project_outer(left.to(op.dtype), right.to(op.dtype)) for op in self.ops]
             first, *others = [c.to(part) @ part for part in products]
             return {self.names[0]: sum(others, first)}
         found = self.weighted_sum(c, parameters)
         return {name: outer_product(directions[name], total) for name, total in found.items()}
+
+    def _product(self, key: Hashable) -> Tensor:
+        if key not in self.products:
+            raise NothingKept
+        return self.products[key]
 
     def _sum_of_rows(self, c: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the weighted sum of the same rounded rows that the norms were computed from."""

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ...support.torch_modes import product_rounding
+from ...support.torch_modes import backward_number, product_rounding
 from ...support.validate import Refused
 from ..layouts.codes import Codes, fresh_generator
 from ..layouts.known import Merging
@@ -28,19 +30,50 @@ class ProjectedSum:
         parameters: all recorded ones.
         weights: (rows,) random signed powers of two.
         leaves: the parameters in the graph, if ``parameters`` are this rank's parts of them.
+
+    Attributes:
+        leaves: for which a backward must compute gradients, while this is `watching` it.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], weights: Tensor, leaves: Mapping[str, Tensor] | None = None):
         self.parameters, self.weights = parameters, weights
-        self.leaves = [*(parameters if leaves is None else leaves).values()]  # ``take`` expects their gradients
-        self.directions = {name: [_direction(p) for _ in range(DIRECTIONS)] for name, p in parameters.items()}
-        self.products: dict[str, list[float]] = {}
+        self.leaves = [*(parameters if leaves is None else leaves).values()]
+        self.directions = {name: [random_direction(p) for _ in range(DIRECTIONS)] for name, p in parameters.items()}
+        self.products = {name: [0.0] * DIRECTIONS for name in parameters}
+        self._backward = -1  # number of the one that is watched
 
-    def take(self, gradients: Sequence[Tensor | None]) -> None:
-        """Receives the gradients of the backward."""
-        local = map(local_gradient, gradients, self.leaves)
-        for (name, directions), g in zip(self.directions.items(), local, strict=True):
-            self.products[name] = [0.0 if g is None else float(outer_product(v, g.detach())) for v in directions]
+    @contextmanager
+    def watching(self, losses: Tensor) -> Iterator[None]:
+        """Reads the gradients that a backward of the losses within the ``with`` block has for leaves; frees each.
+
+        Other backwards that run inside of it, for rows or in a part that is made again, are passed over.
+        """
+        assert losses.grad_fn is not None
+        handles = [
+            losses.grad_fn.register_prehook(self._begin),
+            *(
+                leaf.register_hook(partial(self._read, name, leaf))
+                for name, leaf in zip(self.directions, self.leaves, strict=True)
+                if leaf.requires_grad
+            ),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, gradients: tuple[Tensor, ...]) -> None:
+        if self._backward < 0:  # others come later
+            self._backward = backward_number()
+
+    def _read(self, name: str, leaf: Tensor, g: Tensor) -> Tensor | None:
+        if backward_number() != self._backward:
+            return None
+        local = local_gradient(g, leaf)
+        if local is not None:
+            self.products[name] = [float(outer_product(v, local.detach())) for v in self.directions[name]]
+        return g.new_zeros(()).expand_as(g) if type(g) is Tensor and g.layout is torch.strided else None
 
     @classmethod
     def of(
@@ -56,7 +89,8 @@ class ProjectedSum:
         native, c = cls(parameters, weights, leaves), weights
         if merging is not None:
             c = weights[merging.assignment.to(losses.device)] * merging.weights().to(losses)
-        native.take(torch.autograd.grad(losses, native.leaves, c, retain_graph=True, allow_unused=True))
+        with native.watching(losses):
+            torch.autograd.grad(losses, native.leaves, c, retain_graph=True, allow_unused=True)
         return native
 
 
@@ -70,7 +104,7 @@ class RowCheck:
     """
 
     def __init__(self, native: ProjectedSum, dtypes: Collection[torch.dtype], peers: Peers = ALONE):
-        self._peers = peers
+        self._peers, self._dtypes = peers, dtypes
         products = product_rounding(native.weights.device)
         self._native, self._tolerance = native, max(products, *(torch.finfo(dtype).eps for dtype in dtypes)) ** 0.5
         n = float(native.weights.abs().sum())
@@ -78,13 +112,21 @@ class RowCheck:
         self._differences = {name: [-product for product in products] for name, products in native.products.items()}
         self._squares: Tensor | float = 0.0
 
+    def fresh(self) -> RowCheck:
+        """Returns the same check, before any rows were added."""
+        return RowCheck(self._native, self._dtypes, self._peers)
+
+    @property
+    def directions(self) -> list[dict[str, OuterProduct]]:
+        """Returns the directions that the rows' sum is projected on, by name."""
+        return [{name: some[k] for name, some in self._native.directions.items()} for k in range(DIRECTIONS)]
+
     @torch.no_grad()
     def add(self, jacobian: Jacobian) -> None:
         """Adds the rows of some of the parameters; each parameter must be added once."""
         jacobian.check_equal()
         self._squares = self._squares + jacobian.squared_norms()
-        for k in range(DIRECTIONS):
-            directions = {name: directions[k] for name, directions in self._native.directions.items()}
+        for k, directions in enumerate(self.directions):
             for name, product in jacobian.products_of_sum(self._native.weights, directions):
                 self._differences[name][k] += float(product)
 
@@ -109,7 +151,7 @@ class RowCheck:
         )
 
 
-def _direction(p: Tensor) -> OuterProduct:
+def random_direction(p: Tensor) -> OuterProduct:
     """Returns the factors of a random direction, seeded by the system: of p's first dimension, and of the others."""
     generator, dtype = fresh_generator(), torch.promote_types(p.dtype, torch.float32)
     shapes = torch.Size([*p.shape[:1], 1])[:1], p.shape[1:]

@@ -7,6 +7,7 @@ Choices follow a model of costs, not a stopwatch, so that one run repeats anothe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -113,6 +114,7 @@ class MemoryBudget:
         least: bytes that have to be held for the clipped sum, whatever is chosen.
         call_bytes: bytes of all recorded ops' inputs and outputs; they measure the progress of the backward.
         parameters: bytes of the parameters, and so of their gradients.
+        part: bytes of the activations that are made again for a part under activation checkpointing, then freed.
 
     Attributes:
         passed: bytes of inputs and outputs of the ops that the backward has passed.
@@ -120,10 +122,12 @@ class MemoryBudget:
 
     may_drop = False  # True if nothing need be kept, because the graph stays for a second backward
 
-    def __init__(self, limit: float, activations: float, least: float, call_bytes: int, parameters: int):
+    def __init__(
+        self, limit: float, activations: float, least: float, call_bytes: int, parameters: int, part: float = 0.0
+    ):
         self._limit = limit * max(activations, parameters) if limit <= 100 else limit
         self._least = least
-        self._activations, self._call_bytes = activations, max(call_bytes, 1)
+        self._activations, self._part, self._call_bytes = activations, part, max(call_bytes, 1)
         self.passed, self._held, self._least_to_come = 0, 0, least
 
     @property
@@ -137,16 +141,20 @@ class MemoryBudget:
         other.passed, other._held, other._least_to_come, other.may_drop = 0, 0, self._least, may_drop
         return other
 
-    def choose(self, op: Op) -> Choice:
-        """Returns the fastest choice that fits, counting what must still be held; else the one that holds least."""
+    def choose(self, op: Op, *, may_drop: bool = True) -> Choice:
+        """Returns the fastest choice that fits, counting what must still be held; else the one that holds least.
+
+        Without ``may_drop`` something is kept, even if this budget allows to keep nothing.
+        """
         found = choices(op)
         least = min(found, key=lambda choice: choice.held)
-        left = self._activations * max(0.0, 1 - self.passed / self._call_bytes)
+        left = self._part + (self._activations - self._part) * max(0.0, 1 - self.passed / self._call_bytes)
         self._least_to_come -= least.held
         room = self._limit - self._held - max(left, self._least_to_come)
         if self.may_drop:
-            room = self._limit - self._held - self._activations
-            least = replace(least, keeps="nothing", held=0)
+            room = -1 if self._part else self._limit - self._held - self._activations
+            if may_drop:
+                least = replace(least, keeps="nothing", held=0)
         choice = next((choice for choice in found if choice.held + choice.temporary <= room), least)
         self._held += choice.held
         return choice
@@ -192,7 +200,7 @@ class Memory:
 
     def note(self, least: float) -> None:
         """Remembers that the batch needs its activations, and at least these bytes until the clipped sum."""
-        footprint = Footprint(self.activations, least)
+        footprint = Footprint(self.activations, least, self.part)
         self._layouts.note_footprint(self._reached.path, self._reached.num_losses, footprint)
 
     @cached_property
@@ -200,9 +208,18 @@ class Memory:
         """Returns the bytes that autograd keeps for the backward."""
         reached = self._reached
         if reached.recorder.log.saved_elsewhere:  # by checkpointing or offloading: these can be read only once
-            return distinct_bytes([t for call in reached.calls for use in call.uses for t in use.saved()])
+            return self.part + distinct_bytes([t for call in reached.calls for use in call.uses for t in use.saved()])
         lasting = [*reached.parts.values(), *reached.recorder.tensors.constants()]
         return saved_bytes(reached.graph, reached.num_losses, lasting)
+
+    @cached_property
+    def part(self) -> int:
+        """Returns the bytes of the largest part that is made again in the backward, then freed."""
+        parts = Counter[int]()
+        for call in self._reached.calls:
+            if call.is_packed:
+                parts[call.part] += call.size
+        return max(parts.values(), default=0)
 
     def may_keep_graph(self) -> bool:
         """True if the graph is small enough to stay while the rows are computed."""
@@ -212,11 +229,13 @@ class Memory:
 
     def budget(self, limit: float) -> MemoryBudget:
         """Returns the budget of a backward: up to 100 in units of what non-private training needs, else in bytes."""
-        known = self.known or Footprint(self.activations, 0)
+        known = self.known or Footprint(self.activations, 0, self.part)
         parameters = sum(map(_nbytes, self._reached.parts.values()))
-        if 1 <= limit <= 100:
+        if 1 <= limit <= 100 and known.part:  # who computes activations twice wants to save any memory
+            limit *= max(known.activations, parameters + known.part)
+        elif 1 <= limit <= 100:
             limit = max(limit * max(known.activations, parameters), MIN_BUDGET)
-        return MemoryBudget(limit, known.activations, known.least, self._reached.size, parameters)
+        return MemoryBudget(limit, known.activations, known.least, self._reached.size, parameters, known.part)
 
     def least_bytes(self, place: Call, b: Tensor, layout: Expected | AnyLayout) -> float:
         """Returns the bytes that must be held of a call until the clipped sum, if its gradient has this layout."""
@@ -225,8 +244,14 @@ class Memory:
         if not isinstance(layout, Layout):
             return place.size  # any order of the examples needs the same
         with torch.no_grad():
-            ops = [make_op(use, b, layout, self._reached.names_of(use.weight)) for use in place.uses]
-            return sum([least_bytes(op) for op in ops])
+            if not place.is_packed:
+                ops = [make_op(use, b, layout, self._reached.names_of(use.weight)) for use in place.uses]
+                return sum([least_bytes(op) for op in ops])
+            b = b.to("meta")  # the methods have the same prices without entries
+            try:
+                return sum([least_bytes(use.op(b, layout)) for use in place.uses])
+            except (RuntimeError, NotImplementedError, Refused):  # a rule that looks at entries
+                return place.size
 
     def portions(self) -> list[list[int]]:
         """Returns the numbers of calls and cuts in portions with gradients that need little memory."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,13 +15,13 @@ from ...ops._base import is_half
 from ...support.torch_modes import full_precision, without_autocast
 from ..layouts.known import Merging
 from ..layouts.predict import FoundLayouts
-from ..parallel.shards import local_gradient
 from ..recording.backward import backward_into
 from ..recording.paths import RecordedGraph
-from .blocks import Block, NothingKept
+from .blocks import Block, Direction, NothingKept
 from .check import RowCheck
 from .operator import Jacobian
 from .plan import MemoryBudget, make_op
+from .second_backward import SumByBackward
 
 # The coarsest rounding in the graph at which a second backward, which rounds again, keeps the bound on a row.
 FINE = 1e-6
@@ -42,6 +41,7 @@ class SumRequest:
             the group's last b is known. None sums nothing.
         merging: which examples share a row, their mean.
         observe: receives the rows of every group before they are summed.
+        observe_on: the only direction that ``observe`` projects rows on; None if it may ask anything.
         memory_budget: peak memory allowed; None keeps everything, so that any query can be answered later.
         verify: whether the rows are checked against an ordinary backward on the first batches.
     """
@@ -51,6 +51,7 @@ class SumRequest:
     merging: Merging | None = None
     observe: Observe | None = None
     memory_budget: float | None = None
+    observe_on: Direction | None = None
     verify: bool = True
 
     def cotangent(self, losses: Tensor) -> Tensor:
@@ -85,33 +86,53 @@ class StreamedSum:
         if not self._wants_second_backward():
             return self._backward(request, budget, check, retain_graph)
         assert budget is not None
-        if check is not None or request.observe is not None:  # these need rows
-            self._backward(replace(request, clip=None), budget.fresh(), check, True)
+        if check is not None or request.observe is not None:
+            # In a backward of its own, so that the sum is computed as on batches without it, bit for bit.
+            self._show_rows(replace(request, clip=None), budget, check)
+        if request.clip is None:
+            return {}
         request = replace(request, observe=None)
         try:
             with full_precision(self._reached.losses.device):  # both backwards, which must give the same b
-                return self._backward(request, budget.fresh(may_drop=True), None, True)
+                return self._backward(request, budget.fresh(may_drop=True), None, True, last=not retain_graph)
         except NothingKept:  # some rows are to be left out
             return self._backward(request, budget.fresh(), None, retain_graph)
 
+    def _show_rows(self, request: SumRequest, budget: MemoryBudget, check: RowCheck | None) -> None:
+        """Lets check and observer see the rows, of which nothing but norms and projections is kept if these suffice."""
+        may_drop = request.observe is None or request.observe_on is not None
+        try:
+            self._backward(request, budget.fresh(may_drop=may_drop), check, True)
+        except NothingKept:
+            self._backward(request, budget.fresh(), None if check is None else check.fresh(), True)
+
     def _wants_second_backward(self) -> bool:
-        """True if nothing need be kept of the rows but norms, because a second backward gives the sum."""
-        budget, reached = self._budget, self._reached
-        if budget is None or self._request.clip is None or len(self._request.groups) > 1:
+        """True if nothing need be kept of the rows but norms: a second backward gives the sum, if one is wanted."""
+        budget, reached, request = self._budget, self._reached, self._request
+        if budget is None or len(request.groups) > 1 or (request.clip is None and request.observe_on is None):
             return False
-        return reached.ranks.peers.any(budget.wants_second_backward) and not self._rounds()
+        return reached.ranks.peers.any(budget.wants_second_backward) and (request.clip is None or not self._rounds())
 
     def _rounds(self) -> bool:
         """True if a native sum would be rounded by more than the bound allows."""
         return self._reached.precision() > FINE or any(is_half(p) for p in self._reached.parts.values())
 
     def _backward(
-        self, request: SumRequest, budget: MemoryBudget | None, check: RowCheck | None, retain_graph: bool
+        self,
+        request: SumRequest,
+        budget: MemoryBudget | None,
+        check: RowCheck | None,
+        retain_graph: bool,
+        *,
+        last: bool = False,
     ) -> dict[str, Tensor]:
-        """Returns the sums, by one backward."""
+        """Returns the sums, by one backward; if it is the ``last``, the one for the sum may free the graph."""
         reached, found = self._reached, self._found
-        retain_graph = retain_graph or found.may_fail or reached.needs_graph
-        native = SumByBackward(reached, self._cotangent, request.merging)
+        needs_graph = found.may_fail or reached.needs_graph
+        retain_graph = retain_graph or needs_graph
+        native = SumByBackward(reached, self._cotangent, request.merging, frees_graph=last and not needs_graph)
+        if request.clip is None:
+            native.project_on(request.observe_on, [] if check is None else check.directions)
         work = Backward(reached, found, request, budget, native, check)
         blocks = BlockStream(work, frees_inputs=budget is not None and not retain_graph)
         at_once = reached.ranks.peers.all(reached.size <= AT_ONCE)
@@ -160,7 +181,7 @@ class BlockStream:
     def take(self, number: int, g: Tensor | None) -> None:
         work = self._work
         call = work.found.places[number]
-        output, uses = call.output, call.uses
+        output, uses = call.output, call.unpacked()
         with self._precision:  # not the backward itself, which is the user's
             if type(g) is Tensor and output.part is None and g.shape == output.shape:  # most of them
                 b = g
@@ -255,7 +276,9 @@ class GroupSums:
         if request.observe is not None:
             request.observe(jacobian, label)
         if request.clip is not None:
+            squares = jacobian.squared_norms(final=False) if any(block.dropped for block in blocks) else None
             self.sums |= request.clip(jacobian, label)
+            work.native.conclude(squares)
         if work.budget is not None:
             work.budget.release(self._held[label])
 
@@ -265,41 +288,6 @@ class GroupSums:
         for block, is_dropped in zip(blocks, dropped, strict=True):
             if is_dropped:
                 block.drop(self._work.native)
-
-
-class SumByBackward:
-    """Computes the clipped sum of blocks of which nothing was kept, by a backward of the losses times the factors.
-
-    Args:
-        reached: the batch; its graph stays.
-        cotangent: (n,) weight of each loss in its row.
-        merging: which examples share a row, their mean.
-    """
-
-    def __init__(self, reached: RecordedGraph, cotangent: Tensor, merging: Merging | None):
-        self._reached, self._cotangent, self._merging = reached, cotangent, merging
-        self._names: list[str] = []
-        self._factors: Tensor | None = None  # of the latest backward
-        self._sums: dict[str, Tensor] = {}
-
-    def expect(self, name: str) -> None:
-        self._names.append(name)
-
-    def __call__(self, c: Tensor, name: str) -> Tensor:
-        if self._factors is not c:
-            self._factors, self._sums = c, self._backward(c)
-        return self._sums.pop(name)
-
-    def _backward(self, c: Tensor) -> dict[str, Tensor]:
-        c = c.to(self._cotangent)
-        if self._merging is not None:
-            c = c[self._merging.assignment.to(c.device)] * self._cotangent
-        leaves = [self._reached.leaves[name] for name in self._names]
-        found = torch.autograd.grad(self._reached.losses, leaves, c, retain_graph=True)
-        return {
-            name: g if type(g) is Tensor else cast(Tensor, local_gradient(g, leaf))
-            for name, g, leaf in zip(self._names, found, leaves, strict=True)
-        }
 
 
 class DeferredSum:

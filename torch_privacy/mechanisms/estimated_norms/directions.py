@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ...noise import KEY_BYTES, Noise
 from ...support.validate import whole
+from ..noise import KEY_BYTES, Noise
 
 GROUP_SIZE = 8  # default number of directions that are projected at once
 GROUP_ENTRIES = 2**26  # largest number of direction entries held at once

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...noise import KEY_BYTES
 from ...support.model_state import ModelTensors
 from ...support.notes import NOTES
 from ...support.torch_modes import uncompiled
+from ..noise import KEY_BYTES
 from .directions import Directions
 from .projected import ProjectedRecording, Projector
 from .settings import Projections

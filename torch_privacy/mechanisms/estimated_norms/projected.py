@@ -20,6 +20,7 @@ from ...jacobian.recording.coverage import CodePath
 from ...jacobian.recording.functions import numbers_in
 from ...jacobian.recording.graph import Graph
 from ...jacobian.recording.paths import check_losses
+from ...jacobian.rows.blocks import Direction
 from ...jacobian.rows.check import ProjectionCheck
 from ...ops._base import is_half
 from ...support.random_state import RandomState
@@ -289,6 +290,7 @@ class ProjectedRecording(OpMode):
         may_miss: Iterable[str] = (),
         memory_budget: float = 0.0,
         observe: Callable[[SketchedJacobian, str], None] | None = None,
+        observe_on: Direction | None = None,
     ) -> dict[str, Tensor]:
         """Returns Σᵢ cᵢ row_i by name, with cᵢ from the estimated norms; arguments as in ``Tape.clipped_sum``.
 

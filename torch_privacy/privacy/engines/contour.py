@@ -85,7 +85,7 @@ class _Line:
         s = c + 1j * t
         weights = np.exp(log_size + 1j * phase) / (s * (s + 1)) * (spacing / math.pi)
         weights[0] /= 2
-        self._turns, self._t, self._weights = 1j * t, t, weights
+        self._t, self._weights = t, weights
         last, sizes, roundings = float(t[-1]), np.abs(weights), (len(parts) + 4) * UNIT
         self._rest = 1.01 * math.exp(log_bound_beyond(terms, parts, c, last, rest)) / (math.pi * last)
         # Errors relative to the peak: of the weights; for each unit of the mean's and ε's error; of the moment's log.
@@ -108,7 +108,7 @@ class _Line:
         if abs(log_peak) > 600:
             raise Unresolved
         peak = math.exp(log_peak)
-        turned = self._weights * np.exp(self._turns * (self._mean - epsilon))
+        turned = self._weights * np.exp(1j * self._t * (self._mean - epsilon))
         real = float(turned.real.sum())
         total = peak * real + (self.c < 0)  # the integral is δ - 1 left of the pole at 0
         slope = -peak * (self.c * real - float(self._t @ turned.imag))

@@ -112,6 +112,7 @@ class RefinedLatticeCurve(Curve):
         self._steps, self._swapped = steps, swapped
         self._atoms = len(_atoms(steps)) > 0
         self._lattices: dict[tuple[float, float], LatticeCurve] = {}
+        self._spacings: dict[float, tuple[float, float, float]] = {}  # by reach; hundreds of questions need them
 
     def delta(self, epsilon: float) -> Bracket[float]:
         # A curve of δ is asked at hundreds of ε, so it is not refined further.
@@ -147,13 +148,10 @@ class RefinedLatticeCurve(Curve):
         ask: Callable[[LatticeCurve], Bracket[float]],
         narrow: float = NARROW,
     ) -> Bracket[float]:
-        span, of_one_step = _span(steps), max(pair.span for pair, _ in steps)
+        if reach not in self._spacings:
+            self._spacings[reach] = self._spacings_of(steps)
+        span, finest, spacing = self._spacings[reach]
         narrowest = narrow if self._atoms else min(narrow, NARROWEST)
-        if self._atoms:
-            finest, spacing = span / POINTS, aligned_spacing(_atoms(steps), _spacing(steps))
-        else:
-            finest = max(_spacing(steps, MOST_POINTS), float(2.0 ** np.floor(np.log2(of_one_step / POINTS))))
-            spacing = max(finest, float(2.0 ** np.floor(np.log2(span / FEW_POINTS))))
         known = Bracket(0.0, np.inf)
         while True:
             if (reach, spacing) not in self._lattices:
@@ -167,6 +165,15 @@ class RefinedLatticeCurve(Curve):
             order = 1.0 if self._atoms else 0.5  # the bracket shrinks with the spacing, or with its square
             finer = max(0.7 * (narrowest / share) ** order, 1 / 16) if known.low > 0 else 1 / 8
             spacing = max(spacing / 2.0 ** math.ceil(-math.log2(finer)), finest)
+
+    def _spacings_of(self, steps: Sequence[tuple[DominatingPair, int]]) -> tuple[float, float, float]:
+        """Returns the range of losses, the smallest spacing, and the one to begin with."""
+        span = _span(steps)
+        if self._atoms:
+            return span, span / POINTS, aligned_spacing(_atoms(steps), _spacing(steps))
+        of_one_step = max(pair.span for pair, _ in steps)
+        finest = max(_spacing(steps, MOST_POINTS), float(2.0 ** np.floor(np.log2(of_one_step / POINTS))))
+        return span, finest, max(finest, float(2.0 ** np.floor(np.log2(span / FEW_POINTS))))
 
 
 class LatticeEngine:

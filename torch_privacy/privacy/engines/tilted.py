@@ -186,7 +186,7 @@ class TiltedComposition:
     def __init__(self, terms: Terms, s: float):
         self.s, self.spacing = s, terms[0][0].spacing
         tilted = [(TiltedLattice(lattice, s), count) for lattice, count in terms]
-        self.steps = sum(count for _, count in tilted)
+        steps = sum(count for _, count in tilted)
         self.only_p = -float(np.expm1(sum(count * np.log1p(-term.lattice.only_p) for term, count in tilted)))
         parts = [np.log(count) + term.lattice.log_neglected for term, count in tilted]
         self.log_neglected = float(np.logaddexp.reduce(parts))
@@ -218,7 +218,7 @@ class TiltedComposition:
         sizes = math.fsum(count * (abs(largest) + 2 * total + 8) for count, largest, total in logs)
         furthest = s * max(abs(float(distances[usable])), abs(float(distances[-1]))) + abs(self.log_weight)
         self._relative_error = UNIT * (8 * sizes + 8 * furthest + 4 * length + 64)
-        self._relative_error += self.steps * NEAR_ROUNDING
+        self._relative_error += steps * NEAR_ROUNDING
 
     def _position(self, epsilon: float, side: int) -> float:
         """Returns ε measured from the origin, moved up or down by a bound on the rounding of all losses."""

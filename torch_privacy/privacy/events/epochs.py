@@ -36,8 +36,8 @@ class BallsAndBins(Event):
 
     Guarantees:
         - certified: a law of the likelihood ratio with more spread bounds ε from above, one with less from below. The
-          bracket of an epoch is narrower than 5e-4, relatively. For noise below 0.25 it is wide: the upper end is the
-          price without sampling.
+          bracket of an epoch is narrower than 1e-3, relatively, where ε is above 1e-4. For noise below 0.25 it is wide:
+          the upper end is the price without sampling.
 
     The price of E epochs holds, too, where every example is in exactly E of E t steps, chosen uniformly.
 

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges generators of synthetic rows on tables that are treated as public: Adult, digits and a made one.
+
+``python benchmarks/synthetic.py --log FILE.jsonl`` adds a line for each table, epsilon, seed and generator that the
+file lacks; a line has the distances, the test scores and the seconds. There is no schema: all is learnt privately. The
+audit is made for seed 0. ``--show`` prints means and standard errors of a file. One thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from sklearn.ensemble import HistGradientBoostingClassifier
+from tables import adult, digits, made
+
+from torch_privacy import tables
+from torch_privacy.tables.synthesis import Run, Settings
+from torch_privacy.tables.synthesis.judge import audit, judge
+
+TABLES = {"Adult": (adult, "income"), "made": (made, "target"), "digits": (digits, "digit")}
+CANARIES = 1000
+KEYS = "table", "epsilon", "seed", "generator"
+
+
+def boosted(train: pd.DataFrame, test: pd.DataFrame, target: str) -> float:
+    """Returns the test accuracy of gradient boosting; texts are numbered, numbers stay."""
+    train, test = train[train[target] != ""], test[test[target].notna()]
+    parts = []
+    for name in [column for column in train if column != target]:
+        both = pd.concat([train[name], test[name]]).astype(str)
+        numbers = pd.to_numeric(both, errors="coerce")
+        parts.append(numbers if numbers.notna().mean() > 0.5 else pd.Series(pd.factorize(both)[0], both.index))
+    features = np.stack([part.to_numpy(float) for part in parts], 1)
+    model = HistGradientBoostingClassifier(random_state=0).fit(features[: len(train)], train[target].astype(str))
+    return float((model.predict(features[len(train) :]) == test[target].astype(str)).mean())
+
+
+def one(path: Path, name: str, target: str, epsilon: float, seed: int, generator: str) -> dict[str, object]:
+    """Makes one generator; returns what is known of it."""
+    frame = tables.read_table(path)
+    train_rows, test_rows = tables.split(len(frame), seed=seed, share=0.1)
+    train, test = frame.iloc[train_rows], frame.iloc[test_rows]
+    schema = tables.Schema.template(path, target)
+    settings = Settings(
+        generator=generator, epsilon=epsilon, delta=tables.defaults(len(train), epsilon).delta, seed=seed
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        run = Run(Path(folder) / "run", train, schema, settings)
+        for _ in run.steps():
+            pass
+        synthesizer = run.synthesizer()
+        seconds = time.perf_counter() - start
+        found = judge(synthesizer, train, test, private=run if generator == "aim" else None, seed=seed)
+        rows = synthesizer.draw(len(train), seed)
+        used = [column for column in train if column in rows]
+        line: dict[str, object] = {
+            **dict(zip(KEYS, (name, epsilon, seed, generator), strict=True)),
+            "certified": run.profile().epsilon_high(settings.delta),
+            "seconds": round(seconds, 1),
+            "one_way": float(np.mean(list(found.one_way.values()))),
+            "two_way": float(np.mean(list(found.two_way.values()))),
+            "largest_two_way": max(found.two_way.values()),
+            "sampling": found.sampling,
+            "num_lost": sum(map(len, found.lost.values())),
+            "scores": dict(found.scores),
+            "boosted": {"synthetic": boosted(rows, test[used], target), "real": boosted(train, test, target)},
+            "columns": len(used),
+        }
+        if seed == 0:
+            line["audit"] = {
+                key: value
+                for key, value in audit(run, CANARIES).as_json().items()
+                if isinstance(value, (int, float, bool))
+            }
+        run.finish()
+    return line
+
+
+def show(lines: list[dict]) -> None:
+    """Prints the mean and its standard error of each number."""
+    frame = pd.DataFrame(lines)
+    for key in ("synthetic rows", "real rows, with the same epsilon", "real rows, without privacy"):
+        frame[key] = [line["scores"].get(key) for line in lines]
+    frame["boosted on synthetic"] = [line["boosted"]["synthetic"] for line in lines]
+    frame["boosted on real"] = [line["boosted"]["real"] for line in lines]
+    frame["audit"] = [line.get("audit", {}).get("epsilon_low") for line in lines]
+    columns = [name for name in frame if name not in (*KEYS, "scores", "boosted") and frame[name].dtype != object]
+    groups = frame.groupby(["table", "epsilon", "generator"])[columns]
+    with pd.option_context("display.width", 300, "display.max_columns", 50):
+        print(pd.concat({"mean": groups.mean(), "standard error": groups.sem(), "n": groups.count()}, axis=1).T)
+
+
+def main() -> None:
+    """Makes what is missing in the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--tables", nargs="+", default=list(TABLES))
+    parser.add_argument("--epsilons", nargs="+", type=float, default=[1.0, 2.0, 8.0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--generators", nargs="+", default=["aim", "mst", "network"])
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = [json.loads(line) for line in given.log.read_text().splitlines()] if given.log.exists() else []
+    if given.show:
+        show(lines)
+        return
+    done = {tuple(line[key] for key in KEYS) for line in lines}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {}
+        for seed in range(given.seeds):
+            for name in given.tables:
+                make, target = TABLES[name]
+                if name not in paths:
+                    paths[name] = Path(folder) / f"{name}.csv"
+                    make().to_csv(paths[name], index=False)
+                for epsilon in given.epsilons:
+                    for generator in given.generators:
+                        if (name, epsilon, seed, generator) in done:
+                            continue
+                        line = one(paths[name], name, target, epsilon, seed, generator)
+                        with given.log.open("a") as file:
+                            file.write(json.dumps(line) + "\n")
+                        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``synthesize``: rows and page from a file, more rows from the folder, and what is refused."""
+
+import json
+import stat
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from torch_privacy.cli import run
+from torch_privacy.runs.verify import verify
+
+SCHEMA = """
+target = "income"
+task = "classification"
+
+[columns.age]
+kind = "number"
+bounds = [0, 96]
+
+[columns.income]
+kind = "category"
+categories = ["high", "low"]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    age = rng.integers(20, 90, 600)
+    people = pd.DataFrame({"age": age, "income": np.where(age + rng.normal(0, 10, 600) > 55, "high", "low")})
+    people.to_csv(tmp_path / "people.csv", index=False)
+    people[:150].to_csv(tmp_path / "few.csv", index=False)
+    (tmp_path / "schema.toml").write_text(SCHEMA)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.thorough
+def test_rows_and_page_are_made_and_more_rows_are_drawn(folder, capsys):
+    made = "--epsilon 3 --generator mst --schema schema.toml --rows 50 --out fake.csv --run r --json --audit 100"
+    assert run(["synthesize", "people.csv", *made.split()]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["rows"] == len(pd.read_csv("fake.csv")) == 50
+    assert 2.9 < shown["epsilon"] <= 3
+    page = (folder / "r/synthesis.html").read_text()
+    for words in ("for the owner of the data, not for release", "trained on synthetic rows", "Audit in one run"):
+        assert words in page
+    assert stat.S_IMODE((folder / "r/synthesis.html").stat().st_mode) == 0o600
+    assert not verify("r").is_false
+    for name in ("a.csv", "b.csv"):
+        assert run(["synthesize", "r", "--rows", "7", "--seed", "3", "--out", name]) == 0
+    assert (folder / "a.csv").read_bytes() == (folder / "b.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("few.csv --epsilon 1", "few.csv has 150 rows"),
+        ("people.csv", "name the total privacy loss with --epsilon"),
+        ("people.csv --epsilon 1 --target incom", "--target 'incom' is no column of"),
+        ("none.csv --epsilon 1", "none.csv: no such file"),
+        ("people.csv --epsilon 1 --out x.csv", "say how many with --rows"),
+        ("--resume here", "is not a run folder"),
+        ("people.csv --epsilon 1 --generator gan", "must be one of 'aim', 'mst', 'network'"),
+    ],
+)
+def test_mistakes_are_refused_in_a_sentence(arguments, message, folder, capsys):
+    assert run(["synthesize", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (folder / "runs").exists()

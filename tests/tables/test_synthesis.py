@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Synthetic tables: the graphical model by brute force, prices by dp-accounting, runs that stop, what is refused."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from dp_accounting import GaussianDpEvent
+from dp_accounting.pld import PLDAccountant
+
+from torch_privacy import privacy, tables
+from torch_privacy.mechanisms.noise import Noise
+from torch_privacy.tables import Column, Schema
+from torch_privacy.tables.synthesis import Run, Settings, plan
+from torch_privacy.tables.synthesis.cells import BINS, Grid
+from torch_privacy.tables.synthesis.chain import Chain, marginal
+from torch_privacy.tables.synthesis.graph import Measured, Model, elimination
+from torch_privacy.tables.synthesis.judge import judge
+from torch_privacy.tables.synthesis.marginals import Marginals, exponential_mechanism
+from torch_privacy.tables.synthesis.network import RowNetwork
+
+SIZES = (2, 3, 2, 4)
+CLIQUES = [(0, 1), (1, 2), (0, 2), (2, 3)]
+JOBS = ("nurse", "baker", "clerk")
+SCHEMA = Schema(
+    (
+        Column("age", "number", (0, 96)),
+        Column("job", "category", categories=JOBS),
+        Column("income", "category", categories=("high", "low")),
+    ),
+    "income",
+    "classification",
+)
+
+
+def people(n=400, seed=0):
+    rng = np.random.default_rng(seed)
+    age, job = rng.integers(20, 90, n), rng.integers(3, size=n)
+    income = np.where(age + 20 * job + rng.normal(0, 10, n) > 75, "high", "low")
+    return pd.DataFrame({"age": age.astype(str), "job": np.array(JOBS)[job], "income": income})
+
+
+def settings(generator, **more):
+    return Settings(generator=generator, epsilon=4.0, delta=1e-4, **{"steps": 4, **more})
+
+
+def finished(run):
+    for _ in run.steps():
+        pass
+    return run.finish()
+
+
+# The graphical model
+
+
+def joint(model):
+    """Returns the probability of every row, by the definition: the exponential of the sum of all potentials."""
+    logits = np.zeros(SIZES)
+    for columns, potential in model.potentials.items():
+        logits += potential.reshape([SIZES[c] if c in columns else 1 for c in range(len(SIZES))])
+    chances = np.exp(logits - logits.max())
+    return chances / chances.sum()
+
+
+def exact_marginals(rng, n=1000.0):
+    truth = rng.dirichlet(np.ones(math.prod(SIZES))).reshape(SIZES)
+    return [
+        Measured(c, n * truth.sum(tuple(set(range(4)) - set(c))), 1.0) for c in [*CLIQUES, *[(i,) for i in range(4)]]
+    ]
+
+
+def test_the_chain_has_the_probabilities_of_the_potentials():
+    rng = np.random.default_rng(0)
+    model = Model(SIZES, exact_marginals(rng), 1000.0)
+    model.potentials = {columns: rng.normal(size=value.shape) for columns, value in model.potentials.items()}
+    chain = Chain(model.links(), tuple(map(np.arange, SIZES)), tuple(map(np.ones, SIZES)))
+    rows = np.array(list(itertools.product(*map(range, SIZES))))
+    np.testing.assert_allclose(np.exp(chain.log_chances(rows)), joint(model).ravel(), rtol=1e-12)
+    drawn = marginal(chain.draw(200_000, rng), (0, 1, 2, 3), SIZES) / 200_000
+    assert np.abs(drawn - joint(model)).max() < 6 * math.sqrt(0.25 / 200_000)
+
+
+def test_a_fitted_model_has_the_measured_marginals_and_nothing_else():
+    """Among all rows with these marginals it has the largest entropy, by construction."""
+    measured = exact_marginals(np.random.default_rng(1))
+    model = Model(SIZES, measured, 1000.0).fit(5000)
+    for one in measured:
+        found = joint(model).sum(tuple(set(range(4)) - set(one.columns)))
+        np.testing.assert_allclose(1000 * found, one.counts, atol=0.5)
+    assert set(model.potentials) == {one.columns for one in measured}
+
+
+def test_two_measurements_count_by_their_precision_and_an_unknown_total_is_estimated():
+    first, second = Measured((0,), np.array([300.0, 700.0]), 1.0), Measured((0,), np.array([400.0, 600.0]), 2.0)
+    model = Model((2,), [first, second]).fit(2000)
+    assert model.total == pytest.approx(1000)
+    chances = model.links()[0].chances
+    np.testing.assert_allclose(chances, [0.32, 0.68], atol=1e-3)  # (4 · 0.3 + 0.4) / 5
+
+
+def test_every_measured_marginal_lies_within_one_group():
+    groups = [{one, *around} for one, around in elimination(SIZES, CLIQUES)]
+    assert all(any(set(clique) <= group for group in groups) for clique in CLIQUES)
+
+
+# Cells
+
+
+def test_a_row_is_encoded_by_its_own_cells_and_comes_back_within_its_bin():
+    grid, frame = Grid(SCHEMA), people()
+    codes = grid.encode(frame)
+    np.testing.assert_array_equal(codes[5:6], grid.encode(frame.iloc[5:6]))
+    back = grid.decode(codes, np.random.default_rng(0), whole=["age"])
+    np.testing.assert_array_equal(grid.encode(back), codes)
+    assert (back["job"] == frame["job"]).all()
+    assert (back["age"].astype(float) - frame["age"].astype(float)).abs().max() < 96 / BINS
+
+
+# Prices
+
+
+@pytest.mark.parametrize("generator", ["aim", "mst"])
+def test_the_price_is_that_of_dp_accounting(generator):
+    """Gaussians are exact; a choice is at most (epsilon, 0)-private and at least free, which brackets the price."""
+    releases = plan.planned(generator, 3, "example", 3.0)
+    gaussian = [release.event for release in releases if isinstance(release.event, privacy.Gaussian)]
+    ours = privacy.compose([(event, 1) for event in gaussian]).epsilon(1e-5)
+    accountant = PLDAccountant()
+    for event in gaussian:
+        accountant.compose(GaussianDpEvent(event.noise_multiplier))
+    assert ours.high == pytest.approx(accountant.get_epsilon(1e-5), rel=2e-3)
+    choices = [release.event for release in releases if release.kind == "choice"]
+    rho = sum(event.epsilon**2 / 8 for event in choices) + sum(0.5 / event.noise_multiplier**2 for event in gaussian)
+    whole = privacy.compose(plan.counted(releases)).epsilon(1e-5)
+    assert ours.low < whole.high <= privacy.compose([(privacy.ZeroConcentrated(rho), 1)]).epsilon_high(1e-5)
+    assert rho == pytest.approx(0.5 / 3.0**2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("generator", plan.GENERATORS)
+def test_everything_together_keeps_to_epsilon(generator):
+    planned = plan.Plan(settings(generator), Schema((*SCHEMA.columns[:1], Column("job", "learn")), ""), 400)
+    scale = planned.scale()
+    spent = privacy.compose([*planned.learning, *planned.generating(scale)]).epsilon_high(1e-4)
+    assert 3.99 < spent <= 4.0
+
+
+def made(codes, generator="mst", scale=3.0, key=b"k" * 32):
+    grid, releases = Grid(SCHEMA), plan.planned(generator, 3, "example", scale)
+    found = Marginals(generator, codes, np.zeros((len(codes), 1), bool), grid.sizes, releases, key, total=len(codes))
+    return found, releases
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_removing_a_person_moves_counts_by_no_more_than_the_noise_is_for(rows, monkeypatch):
+    """The sensitivity, by neighbors: distance of the counts, times the noise multiplier."""
+    stddevs = []
+    monkeypatch.setattr(Noise, "add_to", lambda self, step, sums, stddev: stddevs.append(stddev))
+    grid, codes = Grid(SCHEMA), Grid(SCHEMA).encode(people())
+    codes[:rows] = codes[0]  # the worst person: all rows alike
+    fractions = np.zeros((len(codes), 1), bool)
+    fractions[:rows] = True
+    releases = plan.planned("mst", 3, "example", 3.0)
+    counts = []
+    for used in (slice(None), slice(rows, None)):
+        one = Marginals("mst", codes[used], fractions[used], grid.sizes, releases, b"k" * 32, rows=rows, total=400)
+        counts.append(one.make()["counts"])
+    change = float((counts[0] - counts[1]).norm())
+    assert change == pytest.approx(rows * 2)  # √(3 columns + 1 number) = 2
+    assert stddevs[0] >= change * releases[0].event.noise_multiplier
+
+
+@pytest.mark.parametrize("generator", ["aim", "mst"])
+def test_removing_a_row_moves_no_score_of_a_choice_by_more_than_its_sensitivity(generator, monkeypatch):
+    from torch_privacy.tables.synthesis import marginals
+
+    seen = []
+
+    def choose(scores, sensitivity, epsilon):
+        seen.append((np.array(scores), sensitivity))
+        return 0
+
+    monkeypatch.setattr(marginals, "exponential_mechanism", choose)
+    codes = Grid(SCHEMA).encode(people())
+    first, _ = made(codes, generator)
+    first.make()
+    for used in (codes, codes[1:]):
+        again, _ = made(used, generator)
+        again._take(first.made[0])  # the same released counts
+        again._total = 400
+        again.make()
+    (before, sensitivity), (after, _) = seen
+    assert 0.3 * sensitivity < np.abs(before - after).max() <= sensitivity
+
+
+@pytest.mark.thorough
+def test_a_choice_has_the_chances_of_its_event():
+    epsilon, scores, count = 1.5, [0.0, 1.0, 3.0], 4000
+    weights = np.exp(epsilon * np.array(scores) / 2)
+    found = np.bincount([exponential_mechanism(scores, 1.0, epsilon) for _ in range(count)], minlength=3) / count
+    assert np.abs(found - weights / weights.sum()).max() < 5 * math.sqrt(0.25 / count)
+
+
+# Runs
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("generator", plan.GENERATORS)
+def test_a_run_that_was_stopped_goes_on_and_nothing_is_paid_twice(generator, tmp_path):
+    run = Run(tmp_path / "run", people(), SCHEMA, settings(generator))
+    for _ in run.steps():
+        break
+    run.close()
+    again = Run(tmp_path / "run", people(), SCHEMA, settings(generator))
+    found = finished(again)
+    ledger, planned = privacy.Ledger.read(again.folder.ledger), again.plan.generating(again.scale)
+    assert sum(count for _, count in ledger.events) == sum(count for _, count in planned)
+    statement = json.loads(again.folder.privacy.read_text())
+    assert statement["epsilon"]["high"] <= 4.0
+    assert "post-processing" in statement["synthetic_rows"]["post_processing"]
+    assert not again.folder.checkpoint.exists()
+    loaded = tables.Synthesizer.load(tmp_path / "run")
+    pd.testing.assert_frame_equal(loaded.draw(300, 1), found.draw(300, 1))
+    assert not loaded.draw(300).equals(loaded.draw(300))
+
+
+def test_a_release_that_was_lost_after_the_ledger_is_made_again_with_the_same_noise(tmp_path, monkeypatch):
+    counts, add, save = [], Noise.add_to, Run._save
+
+    def noted(self, step, sums, stddev):
+        add(self, step, sums, stddev)
+        counts.append((step, sums["counts"].clone()))
+
+    def killed(self):
+        if counts:
+            raise KeyboardInterrupt
+        save(self)
+
+    monkeypatch.setattr(Noise, "add_to", noted)
+    monkeypatch.setattr(Run, "_save", killed)
+    run = Run(tmp_path / "run", people(), SCHEMA, settings("mst"))
+    with pytest.raises(KeyboardInterrupt):
+        next(run.steps())
+    run.close()
+    assert len(privacy.Ledger.read(run.folder.ledger)) == 1
+    monkeypatch.setattr(Run, "_save", save)
+    resumed = Run(tmp_path / "run", people(), SCHEMA, settings("mst"))
+    assert [made for made, _ in resumed.steps()] == [1, 2, 3, 4]
+    resumed.close()
+    first, again = counts[:2]
+    assert first[0] == again[0] == 0
+    assert torch.equal(first[1], again[1])
+    assert len(privacy.Ledger.read(run.folder.ledger)) == 4  # counts, two choices, the chosen: none is paid twice
+
+
+@pytest.mark.thorough
+def test_owners_are_capped_and_priced_as_persons(tmp_path):
+    owners = np.repeat(np.arange(200), 2)
+    run = Run(tmp_path / "run", people(), SCHEMA, settings("mst", per_owner=1, unit="person"), owners=owners)
+    finished(run)
+    assert len(run.codes) == 200
+    statement = json.loads(run.folder.privacy.read_text())
+    assert (statement["owner"], statement["num_owners"]) == ("person", 200)
+    assert {release["event"]["unit"] for release in statement["releases"]} == {"person"}
+    assert "num_examples" not in statement
+
+
+def test_a_run_draws_from_the_budget_of_the_data(tmp_path):
+    import torch_privacy as tp
+
+    budget = tp.Budget.open(tmp_path / "people.budget", epsilon=5, delta=1e-4)
+    finished(Run(tmp_path / "first", people(), SCHEMA, settings("mst"), budget=budget))
+    assert 3.9 < budget.state.epsilon_high <= 5
+    with pytest.raises(tp.Refused, match="does not fit"):
+        finished(Run(tmp_path / "second", people(), SCHEMA, settings("mst"), budget=budget))
+    assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.thorough
+def test_all_is_learnt_privately_and_what_cannot_be_is_said(tmp_path):
+    frame = people(2000)
+    frame["notes"] = [f"met on day {i}, said {i * 7}" for i in range(len(frame))]
+    schema = Schema(tuple(Column(name, "learn") for name in frame), "")
+    run = Run(tmp_path / "run", frame, schema, settings("mst"))
+    drawn = finished(run).draw(100)
+    assert list(drawn) == ["age", "job", "income"]
+    assert any("lacks 'notes'" in note for note in run.notes)
+    spent = privacy.Ledger.read(run.folder.ledger).profile().epsilon_high(1e-4)
+    assert spent <= 4.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"frame": people(150)}, "150 rows to learn from are too few"),
+        ({"generator": "gan"}, "must be one of 'aim', 'mst', 'network'"),
+        ({"schema": Schema((Column("age", "category", categories=tuple(map(str, range(1001)))),
+                            *SCHEMA.columns[1:]), "")}, "'age' has 1,001 categories"),
+        ({"delta": 0.01}, "below 1/n"),
+        ({"epsilon": -1.0}, "epsilon=-1.0 must be greater than 0"),
+        ({"owners": [1] * 400}, "owners and per_owner belong together"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_in_a_sentence_and_nothing_is_written(change, message, tmp_path):
+    given = {"frame": people(), "schema": SCHEMA, "epsilon": 1.0, "run_folder": tmp_path / "run", **change}
+    with pytest.raises(ValueError, match=message):
+        tables.synthesize(given.pop("frame"), given.pop("schema"), **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stopped_run_refuses_another_table_and_other_settings(tmp_path):
+    run = Run(tmp_path / "run", people(), SCHEMA, settings("mst"))
+    next(run.steps())
+    run.close()
+    with pytest.raises(ValueError, match="the table was changed"):
+        next(Run(tmp_path / "run", people(seed=1), SCHEMA, settings("mst")).steps())
+    with pytest.raises(ValueError, match="other settings"):
+        next(Run(tmp_path / "run", people(), SCHEMA, settings("aim")).steps())
+
+
+# The network, and the judgement
+
+
+def test_the_probabilities_of_all_rows_add_up_to_one():
+    torch.manual_seed(0)
+    network = RowNetwork((2, 3, 2), [2, 0, 1])
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter)
+    rows = np.array(list(itertools.product(range(2), range(3), range(2))))
+    chances = np.exp(network.log_chances(rows))
+    assert chances.sum() == pytest.approx(1, abs=1e-5)
+    drawn = marginal(network.draw(100_000, np.random.default_rng(0)), (0, 1, 2), (2, 3, 2)).ravel() / 100_000
+    assert np.abs(drawn - chances).max() < 6 * math.sqrt(0.25 / 100_000)
+
+
+def test_real_rows_are_judged_to_be_like_themselves_and_lost_categories_are_named():
+    grid, frame = Grid(SCHEMA), people()
+
+    class Copy:
+        def __init__(self, rows):
+            self.grid, self._rows = grid, rows
+
+        def draw(self, count, seed):
+            return self._rows
+
+    same = judge(Copy(frame), frame, people(seed=1))
+    assert max(same.two_way.values()) == 0
+    assert same.lost == {}
+    assert same.scores["synthetic rows"] == same.scores["real rows, without privacy"]
+    without = judge(Copy(frame.assign(job="nurse")), frame, people(seed=1))
+    assert set(without.lost["job"]) == {"baker", "clerk"}
+    assert without.one_way["job"] == pytest.approx(1 - (frame["job"] == "nurse").mean())

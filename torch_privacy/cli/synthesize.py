@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides ``synthesize``, which makes a private generator of rows like those of a table, and draws from it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torch_privacy.cli._options import Chosen, with_options
+from torch_privacy.cli._shared import (
+    CommandOutput,
+    ResumePath,
+    RunPath,
+    app,
+    folder_named,
+    naming,
+    print_result,
+    say,
+    saying_warnings,
+)
+from torch_privacy.cli.signals import DeferredSignals
+from torch_privacy.experiments.synthetic_table import Settings
+
+Source = Annotated[
+    Path | None,
+    typer.Argument(
+        parser=folder_named,
+        help="Table, a CSV or Parquet file; or the folder of a finished run, to draw from.",
+        metavar="FILE|RUN",
+        show_default=False,
+    ),
+]
+Rows = Annotated[int | None, typer.Option("--rows", help="Rows to draw.", show_default="none")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", parser=folder_named, help="CSV file for the rows.", metavar="FILE", show_default="RUN/rows.csv"
+    ),
+]
+Seed = Annotated[
+    int | None, typer.Option("--seed", help="Public seed of the rows: draws the same again.", show_default="a new one")
+]
+Canaries = Annotated[
+    int | None, typer.Option("--audit", help="Canary rows for an audit on the page.", show_default="no audit")
+]
+Page = Annotated[bool, typer.Option("--page/--no-page", help="Compare the rows with real ones, on a page.")]
+
+
+@app.command()
+@with_options
+def synthesize(
+    *,
+    source: Source = None,
+    chosen: Annotated[dict[str, Any], Chosen(Settings)],
+    rows: Rows = None,
+    out: Out = None,
+    seed: Seed = None,
+    audit: Canaries = None,
+    page: Page = True,
+    run: RunPath = None,
+    resume: ResumePath = None,
+    output: CommandOutput,
+) -> None:
+    """Make synthetic rows: a private generator of rows like those of a table, and any number of rows of it.
+
+    Writes a folder with the generator, its privacy statement, and a page for the owner of the data. More rows may be
+    drawn from the folder at any time, and cost no more epsilon. After Ctrl-C, --resume continues the run.
+    """
+    from torch_privacy.experiments import synthetic_table
+    from torch_privacy.runs.folder import RunFolder
+
+    if out is not None and rows is None:
+        raise ValueError("synthesize: --out is the file for rows; say how many with --rows.")
+    if resume is not None:
+        if source is not None or run is not None or chosen:
+            raise ValueError("synthesize: --resume takes every setting from the run; give no table and no settings.")
+        folder, job = resume, synthetic_table.resume(resume)
+    elif source is None:
+        raise ValueError("synthesize: name a table's file, a finished run, or continue a run with --resume FOLDER.")
+    elif source.is_dir():
+        if chosen or run is not None or audit is not None:
+            raise ValueError(
+                f"synthesize: {source} is a run, which has its settings; give --rows, --out and --seed alone."
+            )
+        if rows is None:
+            raise ValueError("synthesize: say how many rows with --rows.")
+        _draw(source, rows, out, seed, output)
+        return
+    else:
+        folder = run or Path("runs") / f"{source.name.partition('.')[0]}-synthetic-{datetime.now():%Y%m%d-%H%M%S}"
+        RunFolder(folder).check_new()
+        job = synthetic_table.begin(folder, source, chosen)
+    with DeferredSignals() as signals, naming(folder), saying_warnings():
+        try:
+            for made, of in job.run.steps():
+                if not output.silent and (made * 10 // of > (made - 1) * 10 // of):
+                    say(f"made {made} of {of} releases")
+                if signals.received:
+                    say("stopped; continue with")
+                    say(f"  torch-privacy synthesize --resume {folder}{'' if rows is None else f' --rows {rows}'}")
+                    raise typer.Exit(128 + signals.received)
+            for note in () if output.silent else job.run.notes:
+                say(note)
+            if page:
+                job.write_page(job.run.synthesizer(), audit)
+            epsilon = job.run.profile().epsilon_high(job.run.settings.delta)
+            job.run.finish()
+        finally:
+            job.run.close()
+    more = [(f"epsilon at delta = {job.run.settings.delta:g}", f"at most {epsilon:.4g}, for any number of rows")]
+    if page:
+        more.append(("page, for the owner alone", str(job.run.folder.synthesis)))
+    if rows is None:
+        more.append(("to draw rows", f"torch-privacy synthesize {folder} --rows 1000"))
+        print_result({"run": str(folder), "epsilon": epsilon}, more, output.as_json)
+    else:
+        _draw(folder, rows, out, seed, output, more, {"epsilon": epsilon})
+
+
+def _draw(
+    folder: Path,
+    rows: int,
+    out: Path | None,
+    seed: int | None,
+    output: CommandOutput,
+    shown: list[tuple[str, str]] | None = None,
+    more: dict[str, Any] | None = None,
+) -> None:
+    """Draws rows from a finished run, and writes them."""
+    import secrets
+
+    from torch_privacy.experiments.own_table import needing_extra
+    from torch_privacy.experiments.predictions import Predictions
+    from torch_privacy.support.write_file import PUBLIC, write_whole
+
+    seed, place = secrets.randbits(32) if seed is None else seed, out or folder / "rows.csv"
+    with needing_extra():
+        from torch_privacy.tables.synthesis import Synthesizer
+
+        found = Synthesizer.load(folder).draw(rows, seed)
+    content = Predictions(found, ()).as_csv().encode()
+    with naming(place):
+        write_whole(place, lambda file: file.write(content), PUBLIC)
+    lines = [*(shown or ()), ("rows", f"{rows:,} in {place}, seed {seed}; drawing costs no epsilon")]
+    print_result(
+        {"run": str(folder), "rows": rows, "out": str(place), "seed": seed, **(more or {})}, lines, output.as_json
+    )

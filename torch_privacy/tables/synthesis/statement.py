@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States the privacy of a generator, as plain data in the format of a training's statement."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import platform
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ... import privacy
+from ...mechanisms.noise import generators
+from ...privacy.events.base import releases_to_json
+from ...privacy.spent import ALWAYS_PUBLIC, NEVER_COVERED
+from ...privacy.summary import attacker_as_json
+from ...support.version import __version__
+from .plan import RELATION
+
+if TYPE_CHECKING:
+    from .run import Run
+
+POST_PROCESSING = (
+    "Any number of rows may be drawn from the generator, now or later, by anyone who has generator.safetensors and "
+    "schema.toml: they are a function of the releases above and of public random numbers, so that they cost no more "
+    "epsilon (post-processing)."
+)
+NOT_COVERED = (
+    "the number of rows of the table",
+    "the page synthesis.html: exact comparisons with real rows, and models that are trained to compare",
+)
+
+
+def of_marginals(run: Run, ledger: privacy.Ledger) -> dict[str, Any]:
+    """Returns the statement on noisy marginals and the choices between them."""
+    settings, profile, rows = run.settings, ledger.profile(), run.settings.per_owner or 1
+    interval = profile.epsilon(settings.delta)._asdict()
+    noises = [event.noise_multiplier for event, _ in ledger.events if isinstance(event, privacy.Gaussian)]
+    return {
+        "format": 2,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "private": True,
+        "neighboring_relation": RELATION.value,
+        "sampler": ledger.events[-1][0].sampler,  # of the counts; what was learnt of the schema has its own
+        "unit": run.unit,
+        **(
+            {"num_examples": run.num_units}
+            if settings.per_owner is None
+            else {"owner": settings.unit, "num_owners": run.num_units, "examples_per_owner": rows}
+        ),
+        "expected_batch_size": run.num_units,
+        "sampling_probability": 1.0,
+        "num_steps_planned": len(ledger),
+        "num_steps_made": len(ledger),
+        "stop": {"independent_of_data": False, "reason": None},
+        "clipping": {"rule": "Counts", "rows_per_person": rows},
+        "sensitivity": float(rows),
+        "noise_multiplier": min(noises),
+        "noise": "Gaussian, float64 on a grid, key from the operating system: "
+        f"{generators([torch.zeros(1)])}; choices by opendp's noisy maximum",
+        "target_epsilon": settings.epsilon,
+        "budget": None,
+        "delta": settings.delta,
+        "epsilon": {side: value if math.isfinite(value) else None for side, value in interval.items()},
+        "attacker": attacker_as_json(profile),
+        "releases": releases_to_json(ledger.events),
+        "treated_as_public": [
+            "num_examples" if settings.per_owner is None else "num_owners",
+            *ALWAYS_PUBLIC,
+        ],
+        "not_covered": [*NEVER_COVERED],
+        "versions": {
+            "torch_privacy": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def with_generator(statement: dict[str, Any], run: Run) -> dict[str, Any]:
+    """Returns a statement with what it says of the generator and of the rows that are drawn from it."""
+    return {
+        **statement,
+        "unit": run.unit,
+        "treated_as_public": [*statement["treated_as_public"], "what the schema declares"],
+        "not_covered": [*statement["not_covered"], *NOT_COVERED],
+        "synthetic_rows": {"generator": run.settings.generator, "post_processing": POST_PROCESSING},
+    }
