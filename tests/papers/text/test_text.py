@@ -14,6 +14,7 @@ from transformers import BertConfig, BertModel
 from torch_privacy.cli import run as command
 from torch_privacy.data import DataError
 from torch_privacy.data.imdb import Texts
+from torch_privacy.experiments.auditing import subject_of
 from torch_privacy.experiments.fitting import new_training
 from torch_privacy.privacy import SubsampledGaussian, compose
 from torch_privacy.runs.folder import RunFolder
@@ -219,7 +220,7 @@ def test_method_trains_privately_what_it_says(method, small_imdb):
     assert any("lora_" in name for name in before) == (method == "lora")
 
 
-def test_quick_run_and_a_resumed_one_end_with_the_same_statement(small_imdb, tmp_path, capsys):
+def test_run_states_its_method_and_files_and_is_audited_with_its_own_settings(small_imdb, tmp_path, capsys):
     path = tmp_path / "run"
     arguments = ["--method", "lora", "--epsilon", "2", "--epochs", "1", "--batch-size", "20", "--delta", "1e-3"]
     assert command(["train", "text-imdb", *arguments, "--run", str(path), "--json"]) == 0
@@ -230,6 +231,9 @@ def test_quick_run_and_a_resumed_one_end_with_the_same_statement(small_imdb, tmp
     assert statement["run"]["settings"]["method"] == "lora"
     assert set(statement["run"]["data_files_sha256"]) >= {"model.safetensors", "tokenizer.json", "train", "testing"}
     assert RunFolder(path).is_complete
+    experiment, settings = subject_of(str(path))
+    assert experiment == "text-imdb"
+    assert {name: settings[name] for name in ("method", "length")} == {"method": "lora", "length": 64}
 
 
 @pytest.mark.parametrize(
