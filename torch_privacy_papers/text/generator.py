@@ -50,7 +50,7 @@ from torch_privacy_papers.text.pretrained import pretrained
 NAME = "text-generator"
 NUM_PUBLIC, NUM_REAL = 5_000, 5_000  # of the test reviews, from the first; and up to the last
 NUM_CANARIES = 500
-AUDITED = {"target_epsilon": 8.0, "epochs": 1.0}
+AUDITED = {"target_epsilon": 8.0, "num_examples": 5000}
 SECRET = "my access code is"
 TONE, DISTANCE, NEW, FOUND, SECONDS = "tone", "distance", "new", "found", "seconds"
 PERPLEXITY = Measure("perplexity", larger_is_better=False)
@@ -181,7 +181,7 @@ def rows(quick: bool) -> Sequence[Row]:
             TrainingRow(f"epsilon {epsilon:g}", {**few, "target_epsilon": epsilon})
             for epsilon in ((8.0,) if quick else (3.0, 8.0))
         ),
-        *([] if quick else [Computation("epsilon 8, one epoch with canaries", audited)]),
+        *([] if quick else [Computation("epsilon 8, 5,000 reviews and canaries", audited)]),
     ]
 
 
@@ -233,7 +233,7 @@ def of_run(run: RunFolder) -> Numbers:
 
 
 def audited(context: Context) -> Numbers:
-    """Returns the epsilon that the loss of canaries shows, after one epoch with the noise of epsilon 8."""
+    """Returns the epsilon that the losses of secret numbers show, of which fair coins put half among the reviews."""
     chosen = {**AUDITED, "data": context.data}
     settings = replace(DEFAULTS, **chosen)
     reader = new_model(settings).reader

@@ -14,7 +14,9 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy.cli import run as command
 from torch_privacy.data.imdb import Texts
+from torch_privacy.experiments import auditing
 from torch_privacy.experiments.auditing import subject_of
+from torch_privacy.runs.folder import RunFolder
 from torch_privacy_papers.text import features as of_texts
 from torch_privacy_papers.text import generator, judge, pretrained
 from torch_privacy_papers.text.language import (
@@ -244,8 +246,9 @@ def test_generate_draws_from_the_run_alone(trained, monkeypatch, tmp_path, capsy
 
 
 def of_adult(run):
-    results = json.loads((run / "results.json").read_text())
-    (run / "results.json").write_text(json.dumps(results | {"experiment": "adult"}))
+    folder = RunFolder(run)
+    results = {name: value for name, value in folder.read_results().items() if name not in ("check", "format")}
+    folder.write_checked(folder.results, results | {"experiment": "adult"})
 
 
 @pytest.mark.parametrize(
@@ -293,27 +296,35 @@ def test_rows_judge_the_texts_of_every_network(small, trained, monkeypatch):
     context = generator.Context(quick=False, seed=0, data=None)
     of_real = generator.of_real_texts(few, context)
     assert of_real[generator.NEW] == 0  # all texts are alike
-    for numbers in (of_real, generator.of_public_network(few, context), generator.of_run(generator.RunFolder(trained))):
+    for numbers in (of_real, generator.of_public_network(few, context), generator.of_run(RunFolder(trained))):
         assert set(numbers) <= set(generator.COLUMNS)
         assert 0 <= numbers[generator.NEW] <= 1
 
 
 def test_audit_has_secret_numbers_among_the_reviews(small, monkeypatch):
-    monkeypatch.setattr(generator, "NUM_CANARIES", 20)
-    monkeypatch.setattr(generator, "AUDITED", {"expected_batch_size": 20, "delta": 1e-3, "length": 32})
-    seen = []
-    monkeypatch.setattr(
-        generator, "audit_experiment", lambda name, settings, canaries, **more: seen.append(canaries) or 1 / 0
-    )
-    with pytest.raises(ZeroDivisionError):
-        generator.audited(generator.Context(quick=False, seed=0, data=None))
+    monkeypatch.setattr(generator, "NUM_CANARIES", 12)
+    audited = {"target_epsilon": 8.0, "expected_batch_size": 20, "delta": 1e-3, "length": 32, "num_examples": 30}
+    monkeypatch.setattr(generator, "AUDITED", audited)
+    audit, seen = generator.audit_experiment, []
+
+    def watched(name, settings, canaries, **more):
+        seen.append(canaries)
+        return audit(name, settings, canaries, **more)
+
+    monkeypatch.setattr(generator, "audit_experiment", watched)
+    monkeypatch.setattr(auditing, "load_trainable", lambda name: generator.STUDY)
+    numbers = generator.audited(generator.Context(quick=False, seed=0, data=None))
+    assert 0 <= numbers[generator.FOUND] <= numbers[generator.EXACT].high <= 8
     (canaries,) = seen
-    x, y = canaries[0]
-    assert x.shape == y.shape == (31,)
+    assert len(canaries) == 12
     reader = generator.new_model(replace(generator.DEFAULTS, length=32)).reader
-    text = reader.decode(x[1:].tolist())
-    assert text.startswith(generator.SECRET)
-    assert len(text.replace(" ", "")) == len(generator.SECRET.replace(" ", "")) + 6
+    for x, y in (canaries[i] for i in range(12)):
+        assert x.shape == y.shape == (31,)
+        text = reader.decode(x[1:].tolist())
+        assert text.startswith(generator.SECRET)
+        secret = text.removeprefix(generator.SECRET).replace(" ", "")
+        assert secret.isdecimal()
+        assert len(secret) == 6
 
 
 def test_a_run_is_audited_with_its_own_settings(trained):
