@@ -122,6 +122,8 @@ def test_network_looks_at_the_past_and_at_the_code_alone(model):
     changed = x.clone()
     changed[:, 0] = PLAIN
     assert ((model(changed) - before).abs().amax(2) > 1e-3).all()
+    model.blocks = torch.nn.Sequential()  # without attention
+    assert ((model(changed) - model(x)).abs().amax(2) > 1e-6).all()
 
 
 def test_losses_are_means_over_the_tokens_of_each_text(model):
