@@ -114,7 +114,7 @@ def _job(folder: Path, settings: Settings) -> Job:
     from torch_privacy.support.units import ONE_EXAMPLE, unit_of_column
     from torch_privacy.tables.synthesis import Run
     from torch_privacy.tables.synthesis import Settings as RunSettings
-    from torch_privacy.tables.synthesis.run import FEWEST
+    from torch_privacy.tables.synthesis.source import FEWEST
     from torch_privacy.training.bound_data import bind_data
 
     path, target = Path(settings.file), settings.target
