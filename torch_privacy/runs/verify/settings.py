@@ -280,8 +280,8 @@ def _settings(settings: dict[str, Any], evidence: Evidence) -> Iterator[Finding]
 
 
 def _rule(text: str, stated: dict[str, Any]) -> Iterator[Finding]:
-    """Yields whether the clipping rule is that of the settings, which have its text; others than this have more norms."""
-    if text.startswith("Flat("):
+    """Yields whether the clipping rule is that of the settings, of which they have the text."""
+    if text.startswith("Flat("):  # other rules have several norms, or change theirs
         found = f"{stated['rule']}(clip_norm={float(stated.get('clip_norm', 0))})"
         yield equal("settings.json: clipping", text, found, "the statement")
 
