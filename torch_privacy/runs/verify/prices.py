@@ -114,7 +114,7 @@ def _witness(releases: tuple[tuple[privacy.Event, int], ...], delta: float) -> f
     except ImportError:
         return "it is not installed: pip install dp-accounting"
     except Exception as error:  # any error of another library
-        return f"it has no price for them ({' '.join(str(error).split())[:120] or type(error).__name__})"
+        return f"it has no price for them ({' '.join(str(error).split())[:300] or type(error).__name__})"
 
 
 def _attacker(stated: dict[str, Any], profile: privacy.Profile) -> Iterator[Finding]:
