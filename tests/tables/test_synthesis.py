@@ -279,6 +279,8 @@ def test_a_run_draws_from_the_budget_of_the_data(tmp_path):
     budget = tp.Budget.open(tmp_path / "people.budget", epsilon=5, delta=1e-4)
     finished(Run(tmp_path / "first", people(), SCHEMA, settings("mst"), budget=budget))
     assert 3.9 < budget.state.epsilon_high <= 5
+    statement = json.loads((tmp_path / "first/privacy.json").read_text())
+    assert statement["data_budget"] == budget.state.as_json()
     with pytest.raises(tp.Refused, match="does not fit"):
         finished(Run(tmp_path / "second", people(), SCHEMA, settings("mst"), budget=budget))
     assert not (tmp_path / "second").exists()

@@ -270,6 +270,11 @@ class Run:
         assert self._ledger is not None
         return self._ledger.profile()
 
+    @property
+    def data_budget(self) -> dict[str, Any]:
+        """Returns the budget of the data and what is drawn from it, as statements have it; nothing without one."""
+        return {} if self._budget is None else {"data_budget": self._budget.state.as_json()}
+
     def finish(self) -> Synthesizer:
         """Writes the generator and its privacy statement, and deletes the secret checkpoint."""
         found, ledger = self.synthesizer(), self._ledger
