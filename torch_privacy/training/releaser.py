@@ -66,7 +66,6 @@ class Releaser:
     def _update(self, release: dict[str, Tensor]) -> None:
         """Gives the private gradient to the optimizer, and steps it."""
         setup, state, parameters = self._setup, self._state, self._state.tensors.trained
-        self._listener.before_update(setup.optimizer.param_groups)
         for group in setup.optimizer.param_groups:
             for p in group["params"]:
                 p.grad = None
@@ -75,6 +74,7 @@ class Releaser:
             p.grad = gradients.pop(name)
             if name in state.reached.padding:  # the gradient of padding is noise alone
                 setup.placement.clear_row(p.grad, state.reached.padding[name])
+        self._listener.before_update(setup.optimizer.param_groups, {n: p.grad for n, p in parameters.items()})
         del release, gradients
         place = f"updates the weights after step {state.step - 1}"
         try:
