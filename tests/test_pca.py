@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests private PCA: sensitivity to one row, distribution of the noise, exact limit, price, sklearn's conventions."""
 
-import json
 import hashlib
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .mechanisms.gep.anchors import AnchorSubspace as AnchorSubspace
     from .mechanisms.gep.settings import BGEP as BGEP
     from .mechanisms.gep.settings import GEP as GEP
+    from .mechanisms.votes import GNMax as GNMax
+    from .mechanisms.votes import teachers_of as teachers_of
     from .model_check import Checkup as Checkup
     from .model_check import check as check
     from .privacy.audit import Audit as Audit
@@ -82,6 +84,7 @@ _HOME = {
     "Examples": "sampling.examples",
     "Found": "privacy.search",
     "GEP": "mechanisms.gep",
+    "GNMax": "mechanisms.votes",
     "GradientCanaries": "sampling.canaries",
     "Groups": "mechanisms.clipping",
     "Jacobian": "jacobian",
@@ -119,6 +122,7 @@ _HOME = {
     "record": "jacobian",
     "save_secret": "training.secret_file",
     "search_privately": "privacy.search",
+    "teachers_of": "mechanisms.votes",
     "verify": "runs.verify",
 }
 __all__ = sorted([*_HOME, "privacy"])  # pyright: ignore[reportUnsupportedDunderAll]

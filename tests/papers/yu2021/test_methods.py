@@ -285,13 +285,6 @@ def test_features_are_of_one_image_alone_and_as_many_as_in_the_paper():
     assert sum(p.numel() for p in gep_linear.new_model().parameters()) == 40_960
 
 
-def test_stable_rank_counts_directions_of_equal_length():
-    rows = torch.eye(5, 9, dtype=torch.float64)
-    assert gep_figures.stable_rank(rows @ rows.T) == pytest.approx(5)
-    rows[:, 0] = 1e6
-    assert gep_figures.stable_rank(rows @ rows.T) == pytest.approx(1)
-
-
 def test_watched_network_is_deeper_with_more_blocks():
     def size(depth):
         return sum(p.numel() for p in gep_figures.new_model(gep_figures.DEPTHS[depth], 0).parameters())

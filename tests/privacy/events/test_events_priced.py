@@ -430,11 +430,11 @@ def test_events_that_cannot_be_priced_for_replacing_say_so():
 
 def test_estimated_norms_with_too_little_noise_for_a_price_cost_more_than_with_the_least_that_has_one():
     little, least = (privacy.compose([(SubsampledJL(noise, 16, 0.1), 3)]) for noise in (0.01, 0.05))
-    assert tuple(little.epsilon(1e-5)) == (least.epsilon(1e-5).low, math.inf)
-    assert little.epsilon_high(1e-5) == math.inf
+    assert tuple(little.epsilon(1e-5)) == (least.epsilon(1e-5).low, float("inf"))
+    assert little.epsilon_high(1e-5) == float("inf")
     assert tuple(little.delta(1.0)) == (least.delta(1.0).low, 1.0)
-    other = [(SubsampledGaussian(1.0, 0.1), 5), (SubsampledJL(0.01, 16, 0.1), 3)]
-    assert privacy.compose(other).epsilon(1e-5).low >= 0.999 * least.epsilon(1e-5).low
+    other = privacy.compose([(SubsampledGaussian(1.0, 0.1), 5), (SubsampledJL(0.01, 16, 0.1), 3)])
+    assert other.epsilon_high(1e-5) == float("inf")
     assert little.tradeoff(0.1).low == 0
 
 
