@@ -47,8 +47,8 @@ VOCABULARY = (
     "The vocabulary is taken from the training reviews without noise, as in the paper: epsilon does not cover it."
 )
 NOTES = (
-    "Without bias correction: Adam as the paper prints it. The other rows have torch's, which corrects the bias of both "
-    "moments, as Keras does.",
+    "Without bias correction: Adam as the paper prints it. The other rows have torch's, which corrects the bias of "
+    "both moments, as Keras does.",
     VOCABULARY,
     "The authors' norms square the gradient of a word that occurs k times in a text, padding included, position by "
     "position. They are too small, so clipping does not bound the released sum: that row has no guarantee.",
