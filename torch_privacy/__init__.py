@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from .training.sampling import BallsAndBins as BallsAndBins
     from .training.sampling import Poisson as Poisson
     from .training.sampling import Truncated as Truncated
+    from .training.sampling import Varying as Varying
     from .training.secret_file import load_secret as load_secret
     from .training.secret_file import save_secret as save_secret
     from .training.statement import Spent as Spent
@@ -107,6 +108,7 @@ _HOME = {
     "TensorBoardCallback": "training.monitors",
     "TextCanaries": "sampling.text_canaries",
     "Truncated": "training.sampling",
+    "Varying": "training.sampling",
     "Verification": "runs.verify",
     "at_most": "sampling.caps",
     "audit": "training.audit",
