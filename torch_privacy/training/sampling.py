@@ -113,9 +113,9 @@ class Truncated(Poisson):
 class Varying(Poisson):
     """Poisson sampling with a mean batch size that changes during training: small at first, say, and larger later.
 
-    Step t draws each example with probability ``q_t = q · factor_t / mean factor``, with q = ``expected_batch_size / n``,
-    so that the mean size of all batches stays ``expected_batch_size``. Its sum is divided by its own mean size ``q_t n``. Every
-    step is priced with its own q_t.
+    Step t draws each example with probability ``q_t = q · factor_t / mean factor``, with q the batch size over n, so
+    that the mean size of all batches stays ``expected_batch_size``. A sum is divided by its own mean size ``q_t n``.
+    Every step is priced with its own q_t.
 
     Args:
         factors: a function of the step, from 0 on, or a number for each step, all above 0. They are computed before the
