@@ -56,7 +56,7 @@ def test_answers_are_as_noisy_as_they_say():
 
 
 def test_price_of_votes_is_that_of_the_tests_and_answers():
-    votes = torch.tensor([[84.0, 83.0, 83.0]]).repeat(50, 1)  # nobody agrees: as dear as any votes
+    votes = torch.tensor([[84.0, 83.0, 83.0]]).repeat(50, 1)  # no class leads: as dear as any votes
     mechanism = GNMax(10, 30.0, tests=50, threshold=84.0, test_noise_stddev=50.0)
     answers = mechanism.released(votes)
     assert 0 < len(answers.queries) <= 10

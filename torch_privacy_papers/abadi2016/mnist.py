@@ -88,7 +88,7 @@ class Settings(task.Settings):
     projection: str = COMPONENTS  # of the images, before the hidden units
     num_components: int = 60
     pca_noise_multiplier: float = 7.0
-    pca_sampling_probability: float = 1.0  # of each image, to be among those whose components are released
+    pca_sampling_probability: float = 1.0  # of each image, to be among those that have the components
     hidden_units: int = 1000
     final_noise: float = 1.0  # in the last tenth of the steps, as a share of the first tenth's; linear between them
 
