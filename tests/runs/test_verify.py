@@ -420,6 +420,7 @@ KINDS = {
     "Poisson": {"expected_batch_size": 20},
     "bins": {"expected_batch_size": 20, "num_steps": 10, "sampling": tp.BallsAndBins(), "steps": 10},
     "truncated": {"expected_batch_size": 20, "sampling": tp.Truncated(most=40)},
+    "sizes that vary": {"expected_batch_size": 20, "sampling": tp.Varying([1, 1, 1, 2, 2, 2])},
     "banded": {"expected_batch_size": 20, "correlation": tp.Banded(bands=2)},
     "stopped early": {"steps": 3},
     "a target": {"target_epsilon": 2.0},

@@ -97,7 +97,9 @@ def _steps(evidence: Evidence) -> Iterator[Finding]:
     if wrong:
         yield differs(subject, f"{wrong} releases have other noise or another sampling probability than is stated")
     elif unknown:
-        yield unchecked(subject, f"{unknown} releases have no single noise multiplier, or the noise has a schedule")
+        yield unchecked(
+            subject, f"{unknown} releases have no single noise multiplier, or noise or batches have a schedule"
+        )
     else:
         yield agrees(subject, f"noise multiplier {statement['noise_multiplier']:.6g}")
 
@@ -130,7 +132,7 @@ def _fits(event: privacy.Event, statement: dict[str, Any]) -> bool | None:
     """True if a release has the stated noise and sampling probability; None if it has no such numbers."""
     rule, stated, q = statement["clipping"]["rule"], statement["noise_multiplier"], statement["sampling_probability"]
     one: Any = event.epoch if isinstance(event, privacy.LaterBatch) else event
-    if not isinstance(event, PLAIN + IN_BINS) or "noise_schedule" in statement:
+    if not isinstance(event, PLAIN + IN_BINS) or statement.keys() & {"noise_schedule", "size_schedule"}:
         return None
     probability = 1 / one.num_bins if isinstance(event, IN_BINS) else one.sampling_probability
     noises = [stated, stated / math.sqrt(2)] if "GEP" in rule else [stated]  # two sums in one release
