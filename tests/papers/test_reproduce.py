@@ -256,6 +256,22 @@ def test_edited_settings_of_a_run_are_refused(quick, said, tmp_path, capsys):
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_row_that_was_begun_before_a_setting_existed_goes_on_if_the_setting_has_its_default(tmp_path):
+    run = Reproduction.start(tmp_path / "r", "gdp-adult", quick=True)
+    job = run.unfinished()[0]
+    run.training(job).close()
+    run.close()
+    settings = job.folder.read_settings()
+    assert settings.pop("baseline")  # which is off by default
+    job.folder.write_checked(job.folder.settings, settings)
+    with pytest.raises(ValueError, match="other baseline than"):
+        Reproduction.resume(tmp_path / "r")
+    settings["baseline"] = True
+    assert settings.pop("seed") == 0
+    job.folder.write_checked(job.folder.settings, settings)
+    Reproduction.resume(tmp_path / "r").close()
+
+
 def test_damaged_results_of_a_row_are_named(tiny, tmp_path, capsys):
     run = Reproduction.start(tmp_path / "r", "tiny-one")
     for job in run.unfinished():
