@@ -59,7 +59,7 @@ VARY = {  # (page, first word of an output) whose numbers depend on random draws
     ("docs/gep.md", "tensor"): ANY,  # medians of norms at random weights
 }
 OFFLINE = {"docs/huggingface.md": offline}  # page -> replaces what it downloads
-SECONDS = {"epsilon", "delta", "calibrate", "tradeoff"}  # subcommands that are run as shown
+SECONDS = {"epsilon", "delta", "calibrate", "tradeoff", "plan"}  # subcommands that are run as shown
 # Not run, but their options are checked: train, search, reproduce NAME, explain and report take minutes or need a run;
 # `compare` asks other libraries (a slow test runs it); make and pip download; benchmarks take minutes.
 # A program.py is the one that the page shows.

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .privacy.audit import audit_scores as audit_scores
     from .privacy.budget import Budget as Budget
     from .privacy.loop_audit import LoopAudit as LoopAudit
+    from .privacy.planning import plan as plan
     from .privacy.search import Found as Found
     from .privacy.search import search_privately as search_privately
     from .runs.report.model_card import model_card as model_card
@@ -121,6 +122,7 @@ _HOME = {
     "matches_fingerprint": "sampling.fingerprint",
     "median_norm": "mechanisms.clipping",
     "model_card": "runs.report.model_card",
+    "plan": "privacy.planning",
     "record": "jacobian",
     "save_secret": "training.secret_file",
     "search_privately": "privacy.search",

@@ -27,6 +27,7 @@ WITHOUT_TORCH = {
     "delta": ["delta", "--epsilon", "2", *EVENTS],
     "compare": ["compare", *EVENTS],
     "explain help": ["explain", "--help"],
+    "plan": ["plan", "--examples", "100", "--epsilon", "2", "--steps", "20"],
     "list of experiments": ["reproduce"],
     "mistake": ["train", "adult", "--epsilon", "2", "--noise-multiplier", "1"],
 }

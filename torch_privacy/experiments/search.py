@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 import torch_privacy as tp
 from torch_privacy.experiments import load_trainable
 from torch_privacy.experiments.fitting import losses_and_scores, new_average, new_training, test_score
-from torch_privacy.experiments.task import Settings, Task, check_numbers, check_settings
+from torch_privacy.experiments.study import Study
+from torch_privacy.experiments.task import Settings, Task, check_numbers, check_settings, num_units
+from torch_privacy.privacy import PlannedTraining
 from torch_privacy.support import validate as _check
 from torch_privacy.training.machine import number_of_threads
 
@@ -60,19 +63,25 @@ def on_stand_in(
         folder: public data in the experiment's format; None for synthetic data, if the experiment has some.
         fixed: settings of all candidates.
     """
-    study = load_trainable(experiment)
-    build = study.task if folder is not None else study.build_stand_in
-    if build is None:
-        raise ValueError(
-            f"search: {experiment} has no synthetic data to try settings on. Use --on public with a folder of public "
-            "data in the same format, --stand-in DIR."
-        )
+    study, build = _on_stand_in("search", experiment, folder)
     for candidate in candidates:
         settings = study.settings(**{**fixed, **candidate, "data": folder})
         task = build(settings)
         check_numbers(settings)
         check_settings(settings, len(task.train))  # pyright: ignore[reportArgumentType]
         yield Trial(candidate, rank(task, trained(settings, task, projections=projections)))
+
+
+def _on_stand_in(command: str, experiment: str, folder: str | None) -> tuple[Study, Callable[[Any], Task]]:
+    """Returns an experiment, and what makes its task of data that need no protection."""
+    study = load_trainable(experiment)
+    build = study.task if folder is not None else study.build_stand_in
+    if build is None:
+        raise ValueError(
+            f"{command}: {experiment} has no synthetic data to try settings on. Use public data in the same format, "
+            f"with {'--on public and ' if command == 'search' else ''}--stand-in DIR."
+        )
+    return study, build
 
 
 def best_of(trials: Sequence[Trial]) -> Trial:
@@ -83,14 +92,49 @@ def best_of(trials: Sequence[Trial]) -> Trial:
 def trained(settings: Settings, task: Task, projections: int = 0) -> tp.PrivateTraining:
     """Trains privately to the end without writing files; with projections by estimated norms, on public data alone."""
     with number_of_threads(task.num_threads):
-        torch.manual_seed(settings.seed)
-        training = new_training(settings, task, None, projections)
-        average = new_average(task, training.model, training.optimizer)
-        for batch in training:
-            training.step(losses_and_scores(task, training.model, batch, task.views)[0])
-        if average is not None:
-            training.model.load_state_dict(average.model.state_dict())
+        *_, (training, network) = _steps(settings, task, projections)
+        training.model.load_state_dict(network.state_dict())
     return training
+
+
+def _steps(settings: Settings, task: Task, projections: int = 0) -> Iterator[tuple[tp.PrivateTraining, nn.Module]]:
+    """Yields the training after each step, and the network to score: the trained one, or its moving average."""
+    torch.manual_seed(settings.seed)
+    training = new_training(settings, task, None, projections)
+    average = new_average(task, training.model, training.optimizer)
+    network = training.model if average is None else average.model
+    for batches in training.steps():
+        for batch in batches:
+            training.step(losses_and_scores(task, training.model, batch, task.views)[0])
+        yield training, network
+
+
+def simulated(
+    experiment: str, planned: PlannedTraining, expected_batch_size: int, *, folder: str | None = None, **fixed: Any
+) -> Iterator[tuple[int, float]]:
+    """Trains a planned training with a small batch and the same total noise, and yields steps and test scores.
+
+    There are ten scores, at equal distances, the last one after the last step.
+
+    Args:
+        experiment: name of the experiment that is like the training.
+        planned: steps, batch and noise.
+        expected_batch_size: of the simulation, at most the planned one.
+        folder: as in `on_stand_in`.
+        fixed: further settings.
+    """
+    small = planned.small(expected_batch_size)
+    study, build = _on_stand_in("plan", experiment, folder)
+    task = build(study.settings(**{**fixed, "data": folder}))
+    n = num_units(task)
+    epochs = small.pop("num_steps") * expected_batch_size / n
+    settings = study.settings(**{**fixed, **small, "epochs": epochs, "data": folder})
+    check_settings(settings, n)
+    due = {round(part * planned.num_steps / 10) for part in range(1, 11)}
+    with number_of_threads(task.num_threads):
+        for training, network in _steps(settings, task):
+            if training.step_count in due:
+                yield training.step_count, test_score(task, network)
 
 
 def rank(task: Task, training: tp.PrivateTraining) -> float:

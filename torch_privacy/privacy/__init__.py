@@ -77,4 +77,7 @@ from .ledger import Ledger as Ledger
 from .ledger import Release as Release
 from .persons import Persons as Persons
 from .persons import compare_persons as compare_persons
+from .planning import PlannedTraining as PlannedTraining
+from .planning import TrainingPlan as TrainingPlan
+from .planning import plan as plan
 from .selection import Repeated as Repeated

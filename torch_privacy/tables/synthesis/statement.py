@@ -62,6 +62,7 @@ def of_marginals(run: Run, ledger: privacy.Ledger) -> dict[str, Any]:
         f"{generators([torch.zeros(1)])}; choices by opendp's noisy maximum",
         "target_epsilon": settings.epsilon,
         "budget": None,
+        **run.data_budget,
         "delta": settings.delta,
         "epsilon": {side: value if math.isfinite(value) else None for side, value in interval.items()},
         "attacker": attacker_as_json(profile),

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides ``plan``, which says before a training which batch size, steps and noise to take, without torch."""
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from torch_privacy.cli._options import Chosen, with_options
+from torch_privacy.cli._shared import AsJson, app, print_result, say, saying_warnings
+from torch_privacy.cli.accounting import Target
+from torch_privacy.cli.search import StandIn
+from torch_privacy.cli.steps import Delta, chosen_delta
+from torch_privacy.cli.train import KNOWN
+from torch_privacy.experiments.task import Settings
+
+Examples = Annotated[int, typer.Option("--examples", help="Number of training examples n, an integer.")]
+NumSteps = Annotated[
+    list[int] | None,
+    typer.Option("--steps", help="Number of noisy steps to consider; repeatable.", show_default="250 500 1000 2000"),
+]
+Signal = Annotated[
+    float, typer.Option(help="Share of the largest possible signal that is enough, in (0, 1]; 0.9 to 0.95 is usual.")
+]
+SETTINGS = "learning_rate", "clip_norm", "seed"
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A training on stand-in data with the same total noise."""
+
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--simulate", help=f"Also train on stand-in data of: {KNOWN}.", metavar="EXPERIMENT", show_default="no"
+        ),
+    ] = None
+    stand_in: StandIn = None
+    expected_batch_size: Annotated[int, typer.Option("--batch-size", help="Expected batch size of that training.")] = (
+        256
+    )
+
+
+@app.command()
+@with_options
+def plan(
+    *,
+    num_examples: Examples,
+    target_epsilon: Target,
+    delta: Delta = None,
+    num_steps: NumSteps = None,
+    signal: Signal = 0.9,
+    simulation: Simulation,
+    chosen: Annotated[dict[str, Any], Chosen(Settings, SETTINGS)],
+    as_json: AsJson = False,
+) -> None:
+    """Print which batch size, steps and noise to take for a number of examples and an epsilon, and what to expect.
+
+    Looks at no data. With --simulate it then trains on synthetic or public data, with a small batch and the same total
+    noise, and prints the test scores on the way: the learning curve to expect.
+    """
+    from rich.text import Text
+
+    from torch_privacy.privacy import planning
+    from torch_privacy.support import validate as _check
+
+    if simulation.on is None and (chosen or simulation.stand_in is not None):
+        raise ValueError("plan: --stand-in and the settings of a training need --simulate EXPERIMENT.")
+    _check.whole("plan", at_least=1, num_examples=num_examples)
+    delta = chosen_delta("plan", delta, None, num_examples, [])
+    found = planning.plan(num_examples, target_epsilon, delta, num_steps=num_steps or planning.STEPS, signal=signal)
+    on = simulation.on
+    curve = [] if on is None else _curve(on, found.chosen, simulation, chosen, silent=as_json)
+    about = {"total_signal": found.total_signal, "learnt": found.learnt, "advice": found.advice(), "curve": curve}
+    print_result({**asdict(found), **about}, Text(str(found), no_wrap=True), as_json)
+
+
+def _curve(
+    experiment: str, planned: Any, simulation: Simulation, settings: dict[str, Any], *, silent: bool
+) -> list[tuple[int, float]]:
+    """Returns steps and scores of the simulation; says each at once."""
+    from torch_privacy.experiments.search import simulated
+
+    folder = None if simulation.stand_in is None else str(simulation.stand_in.absolute())
+    curve = []
+    with saying_warnings():
+        small = min(simulation.expected_batch_size, planned.expected_batch_size)
+        for step, score in simulated(experiment, planned, small, folder=folder, **settings):
+            curve.append((step, score))
+            if not silent:
+                say(f"simulation, step {step}: {score:.4f}")
+    return curve
