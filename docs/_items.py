@@ -72,7 +72,12 @@ def page() -> str:
         raise SystemExit(f"papers.txt: unknown status {', '.join(map(repr, unknown))}")
     counts = [f"{found[status]} are {words}" for status, words in STATUSES.items()]
     text = text.replace("{items}", str(found.total())).replace("{counts}", f"{', '.join(counts[:-1])} and {counts[-1]}")
-    return re.sub(r"\{([\w-]+): ([^}]+)\}", lambda match: ours(match[1], match[2].split("; ")), text)
+    return "".join(filled(line) if line.startswith("| ") else line for line in text.splitlines(keepends=True))
+
+
+def filled(line: str) -> str:
+    """A line of a table with the scores of the rows that it names."""
+    return re.sub(r"\{([\w-]+): ([^}]+)\}", lambda match: ours(match[1], match[2].split("; ")), line)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests private PCA: sensitivity to one row, distribution of the noise, exact limit, price, sklearn's conventions."""
 
+import hashlib
 import json
 import pickle
 from collections.abc import Callable
@@ -249,10 +250,21 @@ def test_global_seeds_do_not_affect_the_noise():
 def test_fitted_estimator_holds_no_secret_and_survives_pickling():
     pca = tp.PrivatePCA(2, noise_multiplier=5.0).fit(random_rows())
     public = {"components_", "eigenvalues_", "noise_edge_", "noise_multiplier_", "event_", "release_", "n_features_in_"}
+    public.add("noisy_matrix_")
     assert set(vars(pca)) - set(pca.get_params()) == public | {"_n_features_out"}
     copy = pickle.loads(pickle.dumps(pca))
     assert copy.release_ == pca.release_
     np.testing.assert_array_equal(copy.transform(random_rows()), pca.transform(random_rows()))
+
+
+def test_the_released_matrix_is_kept_and_all_else_is_computed_from_it():
+    pca = tp.PrivatePCA(2, noise_multiplier=5.0).fit(random_rows())
+    released = pca.noisy_matrix_
+    np.testing.assert_array_equal(released, released.T)
+    values, vectors = np.linalg.eigh(released)
+    np.testing.assert_allclose(values[::-1], pca.eigenvalues_, rtol=1e-12, atol=1e-9)
+    np.testing.assert_allclose(np.abs(vectors[:, ::-1][:, :2].T), np.abs(pca.components_), atol=1e-9)
+    assert hashlib.blake2b(released.tobytes(), digest_size=8).hexdigest() == pca.release_.fingerprint
 
 
 @pytest.mark.parametrize("test_seed", [None, 0])

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .mechanisms.gep.anchors import AnchorSubspace as AnchorSubspace
     from .mechanisms.gep.settings import BGEP as BGEP
     from .mechanisms.gep.settings import GEP as GEP
+    from .mechanisms.votes import GNMax as GNMax
+    from .mechanisms.votes import teachers_of as teachers_of
     from .model_check import Checkup as Checkup
     from .model_check import check as check
     from .privacy.audit import Audit as Audit
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from .training.sampling import BallsAndBins as BallsAndBins
     from .training.sampling import Poisson as Poisson
     from .training.sampling import Truncated as Truncated
+    from .training.sampling import Varying as Varying
     from .training.secret_file import load_secret as load_secret
     from .training.secret_file import save_secret as save_secret
     from .training.statement import Spent as Spent
@@ -83,6 +86,7 @@ _HOME = {
     "Examples": "sampling.examples",
     "Found": "privacy.search",
     "GEP": "mechanisms.gep",
+    "GNMax": "mechanisms.votes",
     "GradientCanaries": "sampling.canaries",
     "Groups": "mechanisms.clipping",
     "Jacobian": "jacobian",
@@ -105,6 +109,7 @@ _HOME = {
     "TensorBoardCallback": "training.monitors",
     "TextCanaries": "sampling.text_canaries",
     "Truncated": "training.sampling",
+    "Varying": "training.sampling",
     "Verification": "runs.verify",
     "at_most": "sampling.caps",
     "audit": "training.audit",
@@ -121,6 +126,7 @@ _HOME = {
     "record": "jacobian",
     "save_secret": "training.secret_file",
     "search_privately": "privacy.search",
+    "teachers_of": "mechanisms.votes",
     "verify": "runs.verify",
 }
 __all__ = sorted([*_HOME, "privacy"])  # pyright: ignore[reportUnsupportedDunderAll]

@@ -38,6 +38,11 @@ DE = Paper(
     "Unlocking high-accuracy differentially private image classification through scale",
     "arXiv:2204.13650",
 )
+LI = Paper(
+    "Li, Tramèr, Liang & Hashimoto (2022)",
+    "Large language models can be strong differentially private learners",
+    "arXiv:2110.05679",
+)
 
 
 FIVE = Paper("Abadi, Bu, Yu and others (2016 to 2021)", "the four papers above", "their epsilons beside certified ones")
@@ -258,6 +263,16 @@ CATALOG = (
         "best-cifar10-wide", DE, "best.cifar10:WIDE",
         "tables, CIFAR-10", "small photographs by a wide network, in 16 views; needs a GPU",
         200_000, 45, "CIFAR-10", trains=True,
+    ),
+    Experiment(
+        "text-imdb", LI, "text.imdb:STUDY",
+        "sentence classification", "film reviews by a public encoder: its features, last layer, adapters, all weights; "
+        "needs the extra text", 20_000, 120, "IMDb", trains=True,
+    ),
+    Experiment(
+        "text-imdb-tuning", LI, "text.tuning:TUNING",
+        "sentence classification", "settings for text-imdb: accuracy on 5,000 reviews that are declared public",
+        600, 60, "IMDb", trains=True,
     ),
     Experiment(
         "claims", FIVE, "claims:STUDY",

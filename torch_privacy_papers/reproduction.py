@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
@@ -165,6 +165,11 @@ class Reproduction:
         asked = {name: value for name, value in asdict(settings).items() if name not in of_data - set(row.settings)}
         return json.loads(json.dumps(asked))
 
+    def _settings_of_old(self) -> dict[str, Any]:
+        """Returns what a row was trained with that has not a setting yet: the default of its class."""
+        known = () if self.study.defaults is None else fields(self.study.defaults)
+        return {setting.name: None if setting.default is MISSING else setting.default for setting in known}
+
     def rows(self) -> list[Row]:
         """Returns the selected rows."""
         return self.selection.of(self.study.rows(self.quick))
@@ -214,8 +219,9 @@ class Reproduction:
         """Raises a ``ValueError`` if a row was trained with other settings than the table will state."""
         for job in self.jobs():
             if isinstance(job.row, TrainingRow) and job.folder.settings.exists():
-                found, asked = job.folder.read_settings(), self._settings_asked(job.seed, job.row)
-                if other := [name for name, value in asked.items() if name not in found or found[name] != value]:
+                found = {**self._settings_of_old(), **job.folder.read_settings()}
+                asked = self._settings_asked(job.seed, job.row)
+                if other := [name for name, value in asked.items() if found[name] != value]:
                     raise ValueError(
                         f"{job.folder.path}: was trained with other {', '.join(other)} than {self.folder.settings} and "
                         "this version of the experiment say. Start a new run."

@@ -39,13 +39,20 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.thorough
 def test_rows_and_page_are_made_and_more_rows_are_drawn(folder, capsys):
+    assert run(["budget", "open", "b", "--epsilon", "4", "--delta", "1e-4"]) == 0
     made = "--epsilon 3 --generator mst --schema schema.toml --rows 50 --out fake.csv --run r --json --audit 100"
+    made += " --budget b"
     assert run(["synthesize", "people.csv", *made.split()]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["rows"] == len(pd.read_csv("fake.csv")) == 50
     assert 2.9 < shown["epsilon"] <= 3
     page = (folder / "r/synthesis.html").read_text()
-    for words in ("for the owner of the data, not for release", "trained on synthetic rows", "Audit in one run"):
+    for words in (
+        "for the owner of the data, not for release",
+        "trained on synthetic rows",
+        "Audit in one run",
+        "All runs on these data",
+    ):
         assert words in page
     assert stat.S_IMODE((folder / "r/synthesis.html").stat().st_mode) == 0o600
     assert not verify("r").is_false

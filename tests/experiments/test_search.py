@@ -81,6 +81,7 @@ def test_a_private_search_states_one_event_for_all_its_runs(tmp_path, monkeypatc
     assert not (tmp_path / "run").exists()
     results = job.run(RunFolder(tmp_path / "run"), budget)
     assert [run.settled for run in budget.state.runs] == [[(job.event, 1)]]
+    assert json.loads((tmp_path / "run/privacy.json").read_text())["data_budget"] == budget.state.as_json()
     assert noises.count(10.0) >= 1
     statement = json.loads((tmp_path / "run" / "privacy.json").read_text())
     (release,) = statement["releases"]

@@ -39,7 +39,7 @@ OTHER_METHODS = (
 WITHOUT_NUMBERS = (  # of a paper
     "jl-accuracy", "jl-figures", "jl-summary",
     "gep-benefit-tuning", "gep-network-tuning", "gep-mnist-tuning", "gep-pretrained-tuning",
-    "best-cifar10-tuning",
+    "best-cifar10-tuning", "text-imdb", "text-imdb-tuning",
 )  # fmt: skip
 
 
@@ -254,6 +254,22 @@ def test_edited_settings_of_a_run_are_refused(quick, said, tmp_path, capsys):
     run.folder.write_checked(run.folder.settings, settings if quick is None else settings | {"quick": quick})
     assert command(["reproduce", "--resume", str(tmp_path / "r")]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_row_that_was_begun_before_a_setting_existed_goes_on_if_the_setting_has_its_default(tmp_path):
+    run = Reproduction.start(tmp_path / "r", "gdp-adult", quick=True)
+    job = run.unfinished()[0]
+    run.training(job).close()
+    run.close()
+    settings = job.folder.read_settings()
+    assert settings.pop("baseline")  # which is off by default
+    job.folder.write_checked(job.folder.settings, settings)
+    with pytest.raises(ValueError, match="other baseline than"):
+        Reproduction.resume(tmp_path / "r")
+    settings["baseline"] = True
+    assert settings.pop("seed") == 0
+    job.folder.write_checked(job.folder.settings, settings)
+    Reproduction.resume(tmp_path / "r").close()
 
 
 def test_damaged_results_of_a_row_are_named(tiny, tmp_path, capsys):

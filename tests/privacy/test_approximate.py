@@ -256,6 +256,13 @@ BEYOND = {  # events, and an order at which the moment is finite but lies beyond
 }
 
 
+def test_discrete_gaussian_noise_is_as_concentrated_as_gaussian_noise():
+    discrete, normal = [(privacy.DiscreteGaussian(9.0, 3), 10)], [(privacy.Gaussian(3.0), 10)]
+    for accountant in (privacy.rdp, privacy.moments_of):
+        assert accountant(discrete, 1e-5) == pytest.approx(accountant(normal, 1e-5), rel=1e-9)
+    assert privacy.rdp(discrete, 1e-5) > privacy.compose(discrete).epsilon(1e-5).low
+
+
 @pytest.mark.parametrize("name", BEYOND)
 def test_orders_beyond_the_outcomes_of_a_rule_are_left_out(name):
     """The sum would lack what lies beyond its last outcome, and be too small."""

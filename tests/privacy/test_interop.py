@@ -139,7 +139,7 @@ def test_import_refuses_by_name(name):
 
 SPECIAL = privacy.NeighboringRelation.REPLACE_SPECIAL
 IMPORTED = {
-    "answers": (dp_event.RandomizedResponseDpEvent(0.4, 5), privacy.RandomizedResponse(math.log(8.5), 5, SPECIAL)),
+    "answers": (dp_event.RandomizedResponseDpEvent(0.4, 5), privacy.FinitePair((0.68, 0.32), (0.2, 0.8), SPECIAL)),
     "integer": (dp_event.DiscreteLaplaceDpEvent(0.1, 3), privacy.DiscreteLaplace(10.0, 3)),
     "sampled count": (
         dp_event.PoissonSampledDpEvent(0.1, dp_event.LaplaceDpEvent(2.0)),
@@ -180,6 +180,15 @@ def test_import_translates_and_agrees_with_the_bound_there(name):
         if accountant.supports(theirs):
             bounds.append(accountant.compose(theirs, 3).get_epsilon(1e-5))
     assert privacy.compose([found]).epsilon(1e-5).low <= max(bounds, default=math.inf)
+
+
+@pytest.mark.parametrize(("noise", "buckets"), [(0.3, 4), (0.8, 2)])
+def test_answers_cost_what_dp_accounting_says(noise, buckets):
+    theirs = dp_event.ComposedDpEvent([dp_event.RandomizedResponseDpEvent(noise, buckets)] * 3)  # it forgets counts
+    there = PLDAccountant(NeighborRel.REPLACE_SPECIAL).compose(theirs).get_epsilon(1e-5)
+    low, high = privacy.compose(interop.from_dp_event(theirs)).epsilon(1e-5)
+    assert low <= there * (1 + 1e-6)
+    assert high == pytest.approx(there, rel=1e-3)
 
 
 def test_mixtures_go_out_and_come_back():

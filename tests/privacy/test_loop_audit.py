@@ -202,6 +202,12 @@ def test_a_constant_factor_does_not_matter():
     assert one.tests == other.tests
 
 
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_a_loop_that_draws_fewer_examples_than_stated_is_not_accused_but_refused(share):
+    with pytest.raises(tp.Refused, match="no fault"):
+        tp.audit_loop(loop(lambda rng, steps, n, q: poisson(rng, steps, n, share * q)))
+
+
 def test_canaries_that_lose_a_little_of_their_length_are_no_mistake():
     """As with C/(|g| + 0.01) in place of C/max(|g|, C): there is more noise than claimed, relative to them."""
 

@@ -253,6 +253,20 @@ SEALED = {  # name -> (what is changed before the digests are computed again, a 
     "nothing said to be public": (statement(value("treated_as_public", to=[])), "treated as public"),
     "a budget that was exceeded": (statement(value("budget", to={"epsilon": 0.5, "delta": 1e-4})), "budget of epsilon"),
     "a target that was missed": (statement(value("target_epsilon", to=0.5)), "target of epsilon"),
+    "a budget of the data with less drawn than this run spent": (
+        statement(value("data_budget", to={"epsilon": 9.0, "delta": 1e-4, "epsilon_drawn": 0.1})),
+        "budget of the data",
+    ),
+    "a stop declared without a reason": (
+        all_of(
+            statement(value("stop", "independent_of_data", to=True)),
+            statement(value("num_steps_planned", to=2 * STEPS)),
+        ),
+        "all planned steps are priced",
+    ),
+    "clip norm changed": (statement(value("clipping", "clip_norm", to=0.5)), "settings.json: clipping"),
+    "clipping rule changed": (statement(value("clipping", "rule", to="PerLayer")), "settings.json: clipping"),
+    "rounding that the noise does not cover": (statement(value("noise_factor", "grid", to=1.1)), "noise covers its"),
     "a warning that is denied": (statement(value("warning", to="NOT PRIVATE")), "it says that it is private"),
     "coupled examples hidden": (
         lambda run: (run.folder.path / "coupled.json").write_text('{"first": 0, "last": 1, "found": 2}'),
@@ -275,6 +289,14 @@ SEALED = {  # name -> (what is changed before the digests are computed again, a 
         "results.json: mu and rates",
     ),
     "results: number of examples": (results(value("num_examples", to=10**6)), "results.json: size of the data"),
+    "results: a release added": (results(value("privacy", "releases", 1, "count", to=7)), "results.json: releases"),
+    "results: steps": (results(value("privacy", "num_steps", to=100)), "results.json: num_steps, priced"),
+    "results: sampler": (results(value("privacy", "sampler", to="Poisson")), "results.json: sampler"),
+    "results: epsilon of the limit": (results(value("privacy", "clt", "epsilon", times=0.9)), "results.json: epsilon"),
+    "results: epsilon of moments": (
+        results(value("privacy", "moments_accountant", "epsilon", times=0.9)),
+        "results.json: epsilon of moments_accountant",
+    ),
     "results: relation": (results(value("privacy", "neighboring_relation", to="replace_one")), "results.json: neigh"),
     "a digest left out": (results(drop("files", "ledger.jsonl")), "digest of ledger.jsonl"),
     "settings: noise": (settings(value("noise_multiplier", to=16.0)), "settings.json: noise_multiplier"),
@@ -339,6 +361,20 @@ def test_tampered_folders_are_found(finished, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("differs: 1\n")
 
 
+def test_planned_steps_left_out_are_found_whatever_limit_a_training_has(tmp_path):
+    """A budget or a target ends a training where it is spent; where it is not, all planned steps count."""
+    for name, limit in {"budget": {"budget": privacy.Budget(50.0, 1e-4)}, "target": {"target_epsilon": 2.0}}.items():
+        given = {"examples": limit} if name == "budget" else limit
+        run = Tampered(finish(tmp_path / name, train(tmp_path / name, steps=3, **given)))
+        assert false_findings(run.folder.path) == []
+        run.edit("privacy.json", drop("releases_priced"))
+        assert "all planned steps are priced" in false_findings(run.folder.path)
+    spent = tmp_path / "spent"
+    finish(spent, train(spent, steps=None, examples={"budget": privacy.Budget(0.9, 1e-4)}))
+    assert json.loads((spent / "privacy.json").read_text())["num_steps_made"] < STEPS
+    assert false_findings(spent) == []
+
+
 def test_who_changes_every_file_is_not_found_and_the_table_says_so(finished, tmp_path):
     """With twice the noise in all files, the folder is that of another training."""
     run = Tampered(tmp_path / "run")
@@ -384,6 +420,7 @@ KINDS = {
     "Poisson": {"expected_batch_size": 20},
     "bins": {"expected_batch_size": 20, "num_steps": 10, "sampling": tp.BallsAndBins(), "steps": 10},
     "truncated": {"expected_batch_size": 20, "sampling": tp.Truncated(most=40)},
+    "sizes that vary": {"expected_batch_size": 20, "sampling": tp.Varying([1, 1, 1, 2, 2, 2])},
     "banded": {"expected_batch_size": 20, "correlation": tp.Banded(bands=2)},
     "stopped early": {"steps": 3},
     "a target": {"target_epsilon": 2.0},

@@ -22,6 +22,7 @@ from torch_privacy.tables.synthesis.graph import Measured, Model, elimination
 from torch_privacy.tables.synthesis.judge import judge
 from torch_privacy.tables.synthesis.marginals import Marginals, exponential_mechanism
 from torch_privacy.tables.synthesis.network import RowNetwork
+from torch_privacy.tables.synthesis.released import Public
 
 SIZES = (2, 3, 2, 4)
 CLIQUES = [(0, 1), (1, 2), (0, 2), (2, 3)]
@@ -150,9 +151,13 @@ def test_everything_together_keeps_to_epsilon(generator):
 
 
 def made(codes, generator="mst", scale=3.0, key=b"k" * 32):
-    grid, releases = Grid(SCHEMA), plan.planned(generator, 3, "example", scale)
-    found = Marginals(generator, codes, np.zeros((len(codes), 1), bool), grid.sizes, releases, key, total=len(codes))
-    return found, releases
+    releases = plan.planned(generator, 3, "example", scale)
+    return Marginals(codes, np.zeros((len(codes), 1), bool), public(generator, releases, len(codes)), key), releases
+
+
+def public(generator, releases, total, rows=1):
+    sizes = tuple(Grid(SCHEMA).sizes)
+    return Public(generator=generator, sizes=sizes, num_numeric=1, releases=releases, rows=rows, total=total)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -160,14 +165,14 @@ def test_removing_a_person_moves_counts_by_no_more_than_the_noise_is_for(rows, m
     """The sensitivity, by neighbors: distance of the counts, times the noise multiplier."""
     stddevs = []
     monkeypatch.setattr(Noise, "add_to", lambda self, step, sums, stddev: stddevs.append(stddev))
-    grid, codes = Grid(SCHEMA), Grid(SCHEMA).encode(people())
+    codes = Grid(SCHEMA).encode(people())
     codes[:rows] = codes[0]  # the worst person: all rows alike
     fractions = np.zeros((len(codes), 1), bool)
     fractions[:rows] = True
     releases = plan.planned("mst", 3, "example", 3.0)
     counts = []
     for used in (slice(None), slice(rows, None)):
-        one = Marginals("mst", codes[used], fractions[used], grid.sizes, releases, b"k" * 32, rows=rows, total=400)
+        one = Marginals(codes[used], fractions[used], public("mst", releases, 400, rows), b"k" * 32)
         counts.append(one.make()["counts"])
     change = float((counts[0] - counts[1]).norm())
     assert change == pytest.approx(rows * 2)  # √(3 columns + 1 number) = 2
@@ -189,9 +194,8 @@ def test_removing_a_row_moves_no_score_of_a_choice_by_more_than_its_sensitivity(
     first, _ = made(codes, generator)
     first.make()
     for used in (codes, codes[1:]):
-        again, _ = made(used, generator)
-        again._take(first.made[0])  # the same released counts
-        again._total = 400
+        of_first = first.released.public, first.released.results[:1]
+        again = Marginals(used, np.zeros((len(used), 1), bool), of_first[0], b"k" * 32, of_first[1])
         again.make()
     (before, sensitivity), (after, _) = seen
     assert 0.3 * sensitivity < np.abs(before - after).max() <= sensitivity
@@ -275,6 +279,8 @@ def test_a_run_draws_from_the_budget_of_the_data(tmp_path):
     budget = tp.Budget.open(tmp_path / "people.budget", epsilon=5, delta=1e-4)
     finished(Run(tmp_path / "first", people(), SCHEMA, settings("mst"), budget=budget))
     assert 3.9 < budget.state.epsilon_high <= 5
+    statement = json.loads((tmp_path / "first/privacy.json").read_text())
+    assert statement["data_budget"] == budget.state.as_json()
     with pytest.raises(tp.Refused, match="does not fit"):
         finished(Run(tmp_path / "second", people(), SCHEMA, settings("mst"), budget=budget))
     assert not (tmp_path / "second").exists()

@@ -238,6 +238,31 @@ def test_a_step_that_is_begun_anew_is_told_once():
     assert kept.steps == alone.steps
 
 
+@pytest.mark.parametrize("rule", ["flat", "gep"])
+@pytest.mark.parametrize("batch_size", [8, 1])  # of 1: some batches are empty
+def test_the_private_gradient_of_each_step_is_the_one_that_moved_the_weights(rule, batch_size):
+    class Gradients(tp.Callback):
+        def __init__(self):
+            self.logs, self.weights = [], []
+
+        def after_step(self, training, step):
+            assert all(p.grad is None for p in training.model.parameters())
+            self.logs.append(step)
+            self.weights.append(parameters_of(training).clone())
+
+    kept = Gradients()
+    clipping = {"flat": tp.Flat(0.3), "gep": tp.GEP(tp.AnchorSubspace(torch.randn(20, 3), 6, ["0", "2"]))}[rule]
+    training = training_of(clipping=clipping, callbacks=[kept], expected_batch_size=batch_size, num_steps=12)
+    before, rate = parameters_of(training).clone(), training.optimizer.param_groups[0]["lr"]
+    train(training)
+    assert len(kept.logs) == 12
+    for log, after in zip(kept.logs, kept.weights, strict=True):
+        assert list(log.private_gradient) == [name for name, _ in training.model.named_parameters()]
+        moved = torch.cat([part.flatten() for part in log.private_gradient.values()])
+        torch.testing.assert_close(after, before - rate * moved)
+        before = after
+
+
 def test_other_objects_are_refused():
     with pytest.raises(ValueError, match=r"derived from tp\.Callback"):
         training_of(callbacks=[print])

@@ -2,6 +2,7 @@
 """How batches are drawn: balls and bins, truncated samples, what they cost, and what is taken by default."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,15 +14,19 @@ from trainings import (
     ZERO_OUT,
     N,
     by_each_rule,
+    cross_entropy,
     cross_entropy_of_pair,
     data,
     parameters_of,
+    rows_of,
     train,
     training_of,
 )
 
 import torch_privacy as tp
 from torch_privacy import privacy
+from torch_privacy.mechanisms.base import PRICED_ROUNDING
+from torch_privacy.sampling.samplers import PoissonSampler, VaryingSampler
 from torch_privacy.training import release
 
 BINS = {"sampling": tp.BallsAndBins(), "num_steps": 13}  # 5 batches in an epoch: two epochs, and three batches
@@ -252,6 +257,87 @@ def test_a_state_of_other_sampling_is_refused():
     train(training, steps=2)
     with pytest.raises(tp.Refused, match=r"sampling='Poisson\(\)' \(the state has 'BallsAndBins\(\)'\)"):
         training_of(num_steps=13).load_state_dict(training.state_dict())
+
+
+# Varying
+
+
+def test_batches_of_varying_size_are_priced_step_by_step_and_divided_by_their_own_mean_size():
+    factors = [1, 2, 3, 4, 5, 15]  # mean 5: sizes 1.6, 3.2, 4.8, 6.4, 8, 24 of 40
+    training = training_of(sampling=tp.Varying(factors), noise_multiplier=2.0, clipping=tp.Flat(0.3))
+    drawn = [training._state.releases.draws.sampler.indices(step) for step in range(6)]
+    before, rows, steps = parameters_of(training).clone(), [], []
+    for batches in training.steps():
+        step = training.step_count
+        for x, y in batches:
+            found = rows_of(training, x, y)
+            training.step(cross_entropy(training.model, x, y))
+            rows = [] if training.rehearsing else [found]
+        clipped = [row * min(1, 0.3 / row.norm()) for part in rows for row in part]
+        noise = {name: torch.zeros_like(p) for name, p in training.model.named_parameters()}
+        training._state.releases.noise.add_to(step, noise, stddev=PRICED_ROUNDING * 2.0 * 0.3)
+        total = sum(clipped, torch.zeros_like(before)) + torch.cat([part.flatten() for part in noise.values()])
+        torch.testing.assert_close(parameters_of(training), before - total / (8 * factors[step] / 5))
+        assert len(clipped) == len(drawn[step])
+        before, rows = parameters_of(training).clone(), []
+        steps.append((privacy.SubsampledGaussian(2.0, 0.2 * factors[step] / 5, ZERO_OUT), 1))
+    for (event, count), (expected, once) in zip(training.ledger.events, steps, strict=True):
+        assert count == once
+        assert event.sampling_probability == pytest.approx(expected.sampling_probability, rel=1e-12)
+        assert replace(event, sampling_probability=0.1) == replace(expected, sampling_probability=0.1)
+    assert training.spent(DELTA).epsilon.high == pytest.approx(price(steps).high, rel=1e-9)
+    assert training.statement()["size_schedule"] == {"first": 0.2, "last": 3.0, "smallest": 0.2, "largest": 3.0}
+
+
+def test_sizes_are_those_of_the_schedule_and_every_example_is_as_likely():
+    probabilities = (0.05, 0.9)
+    sampler = VaryingSampler(2000, probabilities, key=bytes(32))
+    for step, q in enumerate(probabilities):
+        assert abs(len(sampler.indices(step)) - 2000 * q) < 5 * (2000 * q * (1 - q)) ** 0.5
+        assert np.array_equal(sampler.indices(step), PoissonSampler(2000, q, key=bytes(32)).indices(step))
+
+
+def test_a_target_holds_for_batches_of_varying_size_and_less_noise_would_not_do():
+    sampling = tp.Varying(lambda step: 1 + step)
+    training = training_of(sampling=sampling, num_steps=20, noise_multiplier=None, target_epsilon=2.0, delta=DELTA)
+    spent = price(training.settings.plan(training._setup.mechanism).releases)
+    assert 1.998 < spent.high <= 2.0
+    constant = training_of(num_steps=20, noise_multiplier=None, target_epsilon=2.0, delta=DELTA)
+    assert training.settings.noise_multiplier > constant.settings.noise_multiplier * 1.001  # large batches cost more
+
+
+def test_a_run_with_varying_sizes_is_resumed_and_another_schedule_is_refused():
+    whole = training_of(sampling=tp.Varying(range(1, 7)))
+    train(whole)
+    stopped = training_of(sampling=tp.Varying(range(1, 7)))
+    train(stopped, steps=3)
+    state = copy.deepcopy((stopped.state_dict(), stopped.model.state_dict()))
+    again = training_of(sampling=tp.Varying([2, 4, 6, 8, 10, 12]))  # the same sizes
+    again.load_state_dict(state[0])
+    again.model.load_state_dict(state[1])
+    train(again)
+    assert torch.equal(parameters_of(again), parameters_of(whole))
+    with pytest.raises(tp.Refused, match="sampling="):
+        training_of(sampling=tp.Varying([1, 1, 1, 1, 1, 2])).load_state_dict(state[0])
+    with pytest.raises(tp.Refused, match="sampling="):
+        training_of(sampling=tp.Poisson()).load_state_dict(state[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"sampling": tp.Varying([1, 2])}, "has 2 factors for 6 steps"),
+        ({"sampling": tp.Varying([1, 1, 1, 1, 1, 0])}, r"factors\[5\]=0"),
+        ({"sampling": tp.Varying([1, 1, 1, 1, 1, 60])}, "batches of up to 44.3077 on average, and n is 40"),
+        ({"sampling": tp.Varying(range(1, 7)), "clipping": tp.Adaptive(0.5)}, "no rule for clipping=Adaptive"),
+        ({"sampling": tp.Varying(range(1, 7)), "clipping": tp.MicroBatches(0.5, 2)}, "clipping=MicroBatches"),
+        ({"sampling": tp.Varying(range(1, 7)), "clipping": tp.Sketched(32, clip_norm=1.0)}, "clipping=Sketched"),
+        ({"sampling": tp.Varying(range(1, 7)), "correlation": tp.Banded(2)}, "which draws batches itself"),
+    ],
+)
+def test_varying_sizes_without_a_rule_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        training_of(**settings)
 
 
 # Truncated

@@ -47,6 +47,8 @@ def settings_of_table(file: str, chosen: dict[str, Any]) -> dict[str, Any]:
     """Returns all settings of a training on a table, with defaults for its size where none were chosen."""
     if "data" in chosen:
         raise ValueError(f"train: --data is the folder of an experiment's data, and {file} is a table; leave it out.")
+    if "method" in chosen:
+        raise ValueError(f"train: --method is for the experiment text-imdb, and {file} is a table; leave it out.")
     path = Path(file)
     if not path.exists():
         raise ValueError(f"train: {file}: no such file. Name a CSV or Parquet file.")

@@ -35,6 +35,10 @@ Name = Annotated[
         show_default=False,
     ),
 ]
+Method = Annotated[
+    str | None,
+    typer.Option(help="How text-imdb trains: linear, last, lora or full.", metavar="NAME", show_default="linear"),
+]
 
 
 @app.command()
@@ -44,6 +48,7 @@ def train(
     *,
     experiment: Name = None,
     chosen: Annotated[dict[str, Any], Chosen(Settings)],  # every experiment has its own defaults
+    method: Method = None,
     run: RunPath = None,
     resume: ResumePath = None,
     output: CommandOutput,
@@ -54,7 +59,7 @@ def train(
     settings have defaults for its size. After Ctrl-C, --resume continues the run.
     """
     if resume is not None:
-        check_alone("train", experiment, run, *chosen)
+        check_alone("train", experiment, run, method, *chosen)
         train_in(resume, None, {}, output, context.ensure_object(Processes))
         return
     if experiment is None:
@@ -68,6 +73,8 @@ def train(
         train_in(run, None, {}, output, context.ensure_object(Processes))
         return
     name = experiment
+    if method is not None:
+        chosen = {**chosen, "method": method}
     if is_table(experiment):
         chosen, name = settings_of_table(experiment, chosen), Path(experiment).name.partition(".")[0] or OWN_TABLE
         experiment = OWN_TABLE

@@ -36,6 +36,15 @@ class TrainingWords:
     size: int  # rows of the embedding; two of them are for padding and for unknown words
 
 
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Reviews as they are written, their labels (n,), int64, and the name and SHA-256 of their file."""
+
+    texts: list[str]
+    labels: NDArray[np.int64]
+    files: dict[str, str]
+
+
 def load_imdb(
     folder: str | Path | None = None,
     *,
@@ -120,10 +129,27 @@ def _join(folder: Path) -> bytes:
     return b"".join(line for *_, line in sorted(reviews))
 
 
+def load_imdb_texts(folder: str | Path | None = None, *, verify: bool = True) -> tuple[Texts, Texts]:
+    """Returns the reviews of both parts as they are written, in the order of their numbers.
+
+    Arguments and errors are those of `load_imdb`.
+    """
+    place = SOURCE.folder(folder, verify=verify)
+    train, test = (_texts(_read(place, part)) for part in ("train", "test"))
+    return train, test
+
+
 def _tokens(file: File) -> tuple[Tokens, NDArray[np.int64]]:
     """Returns the words and labels of a file's reviews."""
+    found = _texts(file)
+    return Tokens.of(found.texts), found.labels
+
+
+def _texts(file: File) -> Texts:
+    """Returns a file's reviews."""
     lines = [line.split("\t", 3) for line in file.content.decode("utf-8", "replace").removesuffix("\n").split("\n")]
     for i, fields in enumerate(lines):
         if len(fields) != 4 or fields[0] not in ("0", "1"):
             file.refuse(f"line {i + 1} is not a label 0 or 1, stars, a number and a text, with tabs between")
-    return Tokens.of(text for *_, text in lines), np.array([int(label) for label, *_ in lines], np.int64)
+    labels = np.array([int(label) for label, *_ in lines], np.int64)
+    return Texts([text for *_, text in lines], labels, digests(file))

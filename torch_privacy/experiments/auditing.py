@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 import torch_privacy as tp
 from torch_privacy.experiments import OWN_TABLE, TRAININGS, load_trainable
 from torch_privacy.experiments.fitting import losses_and_scores, new_training
-from torch_privacy.experiments.task import Settings, check_names, check_numbers, check_settings, num_units
+from torch_privacy.experiments.task import check_names, check_numbers, check_settings, num_units
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.support.read_file import read_bytes
 from torch_privacy.training.machine import number_of_threads
@@ -84,12 +84,12 @@ def subject_of(name: str) -> tuple[str, dict[str, Any]]:
     if folder.privacy.exists():  # canaries change n: the same target would need other noise
         content |= {"noise_multiplier": folder.read_statement()["noise_multiplier"], "target_epsilon": None}
     experiment = content.pop("experiment", None)
-    if experiment == OWN_TABLE:  # with the schema that the run kept: nothing is learnt again
-        fields = load_trainable(experiment).settings().__dataclass_fields__
-        return experiment, {**{key: content[key] for key in fields if key in content}, "schema": str(folder.schema)}
-    if experiment not in TRAININGS:
+    if experiment not in (OWN_TABLE, *TRAININGS):
         raise ValueError(f"{folder.settings}: names no experiment that this version can train: {experiment!r}.")
-    known = {key: value for key, value in content.items() if key in Settings.__dataclass_fields__}
+    fields = load_trainable(experiment).settings().__dataclass_fields__
+    known = {key: value for key, value in content.items() if key in fields}
+    if experiment == OWN_TABLE:
+        known["schema"] = str(folder.schema)  # the one that the run kept: nothing is learnt again
     return experiment, known
 
 

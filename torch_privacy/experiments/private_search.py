@@ -88,9 +88,9 @@ class PrivateSearch:
             ledger = privacy.Ledger(folder.ledger, run="" if budget is None else new_run())
             if budget is not None:
                 data, what = self._checked_task().train, f"search in {folder.path.absolute()}"
-                drawn = reserve(budget, [(self.event, 1)], what, data, run=ledger.run, ledger=folder.ledger)
-                drawn.begin()
-                drawn.settle()  # its price does not depend on how it ends
+                reservation = reserve(budget, [(self.event, 1)], what, data, run=ledger.run, ledger=folder.ledger)
+                reservation.begin()
+                reservation.settle()  # its price does not depend on how it ends
             ledger.record(self.event, 0, "search")
             ledger.close()
             found = search_privately(self._one_run, range(len(self.candidates)), self.event)
@@ -102,7 +102,8 @@ class PrivateSearch:
             os.utime(folder.ledger)  # else its date says how long the search took
             results = self._results(found.candidate, found.score)
             folder.write_model(found.result["model"])
-            folder.write_json(folder.privacy, self._statement(found.result["statement"], results))
+            drawn = {} if budget is None else {"data_budget": budget.state.as_json()}
+            folder.write_json(folder.privacy, self._statement(found.result["statement"], results) | drawn)
             settings = asdict(self.candidates[found.candidate])
             folder.write_settings({"experiment": self._experiment, **settings}, folder.write_json)
             folder.write_checked(folder.results, results)

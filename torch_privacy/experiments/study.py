@@ -31,6 +31,7 @@ class Study:
             takes ``new_ledger``, too: a function that makes the ledger of the run, for `releases_itself`.
         build_stand_in: the same with synthetic data, for a search that costs no privacy.
         settings_of_data: folder of data -> settings that depend on the data found there.
+        settings_of_choice: chosen settings -> defaults that depend on them, such as those of a method by its name.
         own_data: folder of data -> the name of what it holds, if this is not the paper's data but the user's own in the
             same format; else None. The results then have this name, and no numbers of the paper.
         delta: at which the epsilons of computed rows are given.
@@ -47,6 +48,7 @@ class Study:
     build_task: Callable[..., Task] | None = None
     build_stand_in: Callable[[Any], Task] | None = None
     settings_of_data: Callable[[str | None], Mapping[str, Any]] | None = None
+    settings_of_choice: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     own_data: Callable[[str | None], str | None] | None = None
     delta: float | None = None
     figures: Callable[[Mapping[str, Any], Path], Mapping[str, Figure]] | None = None
@@ -66,6 +68,8 @@ class Study:
             chosen = {"noise_multiplier": None, **chosen}
         elif "noise_multiplier" in chosen:
             chosen = {"target_epsilon": None, **chosen}
+        if self.settings_of_choice is not None:
+            chosen = {**self.settings_of_choice(chosen), **chosen}
         return replace(self.defaults, **chosen)
 
     def task(

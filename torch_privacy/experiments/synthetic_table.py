@@ -74,8 +74,9 @@ class Job:
         run = self.run
         audited = None if canaries is None else audit(run, canaries).as_json()
         found = judge(synthesizer, self.train, self.test, private=run)
+        budget = run.data_budget.get("data_budget")
         html = page.render(
-            self.name, run.settings.generator, run.unit, run.profile(), run.settings.delta, found, audited
+            self.name, run.settings.generator, run.unit, run.profile(), run.settings.delta, found, audited, budget
         )
         write_whole(run.folder.synthesis, lambda file: file.write(html.encode()))
 
@@ -114,7 +115,7 @@ def _job(folder: Path, settings: Settings) -> Job:
     from torch_privacy.support.units import ONE_EXAMPLE, unit_of_column
     from torch_privacy.tables.synthesis import Run
     from torch_privacy.tables.synthesis import Settings as RunSettings
-    from torch_privacy.tables.synthesis.run import FEWEST
+    from torch_privacy.tables.synthesis.source import FEWEST
     from torch_privacy.training.bound_data import bind_data
 
     path, target = Path(settings.file), settings.target

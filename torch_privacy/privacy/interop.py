@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
-from math import inf, log1p, nextafter, sqrt
+from math import inf, nextafter, sqrt
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,8 @@ from ..support.validate import Refused, plain_number, whole
 from .events.base import Event, NeighboringRelation, checked_releases
 from .events.charged import charged
 from .events.concentrated import ZeroConcentrated
-from .events.counts import DiscreteLaplace, Laplace, RandomizedResponse
+from .events.counts import DiscreteLaplace, Laplace
+from .events.custom import FinitePair
 from .events.gaussian import Gaussian, SubsampledBlocks, SubsampledGaussian, TruncatedGaussian
 from .events.mixtures import GaussianMixture, PoissonSampled
 from .ledger import Ledger, Release
@@ -65,8 +66,8 @@ def from_dp_event(event: Any) -> list[tuple[Event, int]]:
     """Converts a ``dp_accounting.DpEvent`` to pairs (event, how often) for `compose`, under add/remove one.
 
     Compositions are flattened. Gaussians composed *within* a Poisson sample share it and become `SubsampledBlocks`.
-    What dp-accounting prices only where an example is replaced with nothing (randomized response, trees) is under
-    zero-out.
+    What dp-accounting prices only where an example is replaced with nothing (randomized response, where a random value
+    is answered then, and trees) is under zero-out.
 
     Raises:
         Refused: if an event has no counterpart here, by name and with the reason, or its noise is zero.
@@ -247,13 +248,15 @@ def _discrete_laplace(event: Any, count: int) -> Iterator[tuple[Event, int]]:
 
 
 def _response(event: Any, count: int) -> Iterator[tuple[Event, int]]:
-    """Yields the response. Without the example the answer is random: a mean of answers, so no easier to tell apart."""
-    if event.num_buckets == 1 or event.noise_parameter == 1:
+    """Yields the answer against one of equally likely values, which dp-accounting takes where there is no example."""
+    buckets, noise = int(event.num_buckets), float(event.noise_parameter)
+    if buckets == 1 or noise == 1:
         return
-    if event.noise_parameter == 0:
+    if noise == 0:
         raise Refused(f"from_dp_event: {event!r} has no noise, so it is not private.")
-    odds = log1p(event.num_buckets * (1 - event.noise_parameter) / event.noise_parameter)
-    yield RandomizedResponse(odds, int(event.num_buckets), NeighboringRelation.REPLACE_SPECIAL), count
+    others = noise * (buckets - 1) / buckets
+    answer, random = (1 - others, others), (1 / buckets, 1 - 1 / buckets)
+    yield FinitePair(answer, random, NeighboringRelation.REPLACE_SPECIAL), count
 
 
 def _mixture(event: Any, count: int) -> Iterator[tuple[Event, int]]:

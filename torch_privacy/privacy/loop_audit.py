@@ -17,6 +17,7 @@ MOST_NOISE = 0.1  # of a canary's part in a release, so that each step shows who
 LEAST_SCALE = 8.0  # standard errors by which a canary's part may be smaller than estimated: wrong in one of 1e15
 MOST_RANKS = 8  # that may draw equal masks
 LEAST_P = 1e-300  # smaller p-values are rounded up
+TOO_FEW = 1e-12  # chance of as few that joined; ranks with equal masks are rarely so few
 FFT_ERROR = 1e-12  # added to tails of the law of batch sizes, which has rounding errors near 1e-15
 
 
@@ -88,7 +89,7 @@ class LoopReleases:
         noise_multiplier: σ, of the noise against the part of one canary.
 
     Raises:
-        Refused: entries are missing or not finite, or the noise hides who joined.
+        Refused: entries are missing or not finite, the noise hides who joined, or fewer joined than q says.
     """
 
     def __init__(self, releases: Array, sampling_probability: float, noise_multiplier: float):
@@ -102,6 +103,12 @@ class LoopReleases:
                 f"audit_loop: the releases do not show who joined: noise must be {noise_multiplier:g} times a canary's "
                 "part. Return the gradients as the optimizer gets them, in the order of the model's weights, from a "
                 "loop with trial.noise_multiplier, trial.clip_norm and trial.loss."
+            )
+        if binom.cdf(joined.sum(), joined.size, self.q) < TOO_FEW:
+            raise Refused(
+                f"audit_loop: examples joined in {joined.mean():.3g} of the cases, and trial.sampling_probability is "
+                f"{self.q:.3g}. That is no fault, but the tests know the law of the stated one alone. Train with it, "
+                "or with batches of trial.expected_batch_size on all ranks together."
             )
         self.entries, self.joined = entries, joined
         self.sizes = joined.sum(1)

@@ -88,6 +88,22 @@ class PoissonSampler(Sampler):
         return np.sort(chosen)
 
 
+@dataclass(frozen=True)
+class VaryingSampler(Sampler):
+    """A Poisson sample in every step, each step with a probability of its own.
+
+    Args:
+        num_examples: size n of the dataset.
+        probabilities: that of each step.
+        key: as for `PoissonSampler`.
+    """
+
+    probabilities: tuple[float, ...]
+
+    def indices(self, step: int) -> np.ndarray:
+        return PoissonSampler(self.num_examples, self.probabilities[step], key=self.key).indices(step)
+
+
 @plain_numbers
 @dataclass(frozen=True)
 class TruncatedSampler(PoissonSampler):

@@ -65,12 +65,22 @@ class StepLog:
         learning_rates: those of this step, one for each group of parameters of the optimizer.
         rank: number of this process; 0 is to write files.
         delta: that of the training, for ``epsilon``; None if it has none.
+        private_gradient: parameter's name -> the gradient, noise included, with which the optimizer made the step
+            (an optimizer that writes into gradients has changed it). It is a function of the releases: looking at it
+            costs nothing. It takes as much memory as the weights as long as this object is kept.
     """
 
-    def __init__(self, training: Training, learning_rates: tuple[float, ...], batch: BatchNumbers):
+    def __init__(
+        self,
+        training: Training,
+        learning_rates: tuple[float, ...],
+        batch: BatchNumbers,
+        private_gradient: Mapping[str, Tensor],
+    ):
         self.step, self.num_steps = training.step_count, training.settings.num_steps
         self.learning_rates, self.rank = learning_rates, batch.ranks.rank
         self.delta = training.settings.delta
+        self.private_gradient = private_gradient
         self._training, self._batch = training, batch
 
     @property
@@ -183,6 +193,7 @@ class Callbacks(Listener):
                 )
         self._batch: BatchNumbers | None = None
         self._learning_rates: tuple[float, ...] = ()
+        self._gradients: Mapping[str, Tensor] = {}
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)
@@ -201,9 +212,10 @@ class Callbacks(Listener):
         if self._batch is not None and summation.factors:
             self._batch.note(share.positions, losses.detach().mean(1), summation, share.units)
 
-    def before_update(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the optimizer's groups of parameters before the update."""
+    def before_update(self, groups: Sequence[Mapping[str, Any]], gradients: Mapping[str, Tensor]) -> None:
+        """Takes the optimizer's groups of parameters and the private gradient before the update."""
         if self._callbacks:
+            self._gradients = gradients
             self._learning_rates = tuple(float(group.get("lr", float("nan"))) for group in groups)
 
     def after_step(self, training: Training) -> None:
@@ -212,7 +224,7 @@ class Callbacks(Listener):
             return
         batch, self._batch = self._batch, None
         batch.join()
-        log = StepLog(training, self._learning_rates, batch)
+        log, self._gradients = StepLog(training, self._learning_rates, batch, self._gradients), {}
         self._call("after_step", training, log)
 
     def at_end(self, training: Training) -> None:

@@ -37,8 +37,8 @@ class Listener:
     def after_release(self, release: Mapping[str, Tensor], stddevs: Mapping[str, float], state: State) -> None:
         """Takes a release, with the noise in it, once it is in the ledger."""
 
-    def before_update(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the optimizer's groups of parameters before the update."""
+    def before_update(self, groups: Sequence[Mapping[str, Any]], gradients: Mapping[str, Tensor]) -> None:
+        """Takes the optimizer's groups of parameters and the private gradient before the update."""
 
     def after_step(self, training: Any) -> None:
         """Is called when a step was made."""
@@ -82,9 +82,9 @@ class Listeners(Listener):
         for listener in self._all:
             listener.after_release(release, stddevs, state)
 
-    def before_update(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def before_update(self, groups: Sequence[Mapping[str, Any]], gradients: Mapping[str, Tensor]) -> None:
         for listener in self._all:
-            listener.before_update(groups)
+            listener.before_update(groups, gradients)
 
     def after_step(self, training: Any) -> None:
         for listener in self._all:

@@ -78,10 +78,11 @@ class PrivateTraining(Reporting):
         num_steps: total number of steps (releases); or give ``epochs``.
         epochs: passes over the data (over the owners, where these are protected): ``num_steps`` is
             ``epochs · n / expected_batch_size``, rounded up.
-        sampling: how examples are drawn: `Poisson`, `BallsAndBins` (each is in exactly one batch of every epoch) or
-            `Truncated`. By default `BallsAndBins` for a whole number of ``epochs``, as it costs less epsilon; the mean
-            batch size is then moved to n over a whole number. `Poisson` for ``num_steps``, and where `BallsAndBins` has
-            no price (`Sketched`, ``noise_schedule``) or would move the batch size by more than 5 %.
+        sampling: how examples are drawn: `Poisson`, `BallsAndBins` (each is in exactly one batch of every epoch),
+            `Truncated`, or `Varying`, with batches that grow or shrink. By default `BallsAndBins` for a whole number of
+            ``epochs``, as it costs less epsilon; the mean batch size is then moved to n over a whole number. `Poisson`
+            for ``num_steps``, and where `BallsAndBins` has no price (`Sketched`, ``noise_schedule``) or would move the
+            batch size by more than 5 %.
         clipping: bounds each per-example gradient: a rule such as ``Flat(clip_norm=1.0)``, a rule with bounds that
             change, ``Flat(1.0).scheduled(factors)``, `Sketched` for models that the tape refuses (norms estimated by
             random projections, which costs epsilon), or `GEP` or `BGEP` (separate noise for the gradients' coordinates
@@ -224,7 +225,7 @@ class PrivateTraining(Reporting):
                 num_canaries=0 if canaries is None else canaries.num_canaries,
                 expected_batch_size=expected_batch_size,
                 num_steps=num_steps,
-                sampling=sampling,
+                sampling=sampling.for_steps(num_steps, num_units, expected_batch_size, clipping),
                 clipping=clipping.for_steps(num_steps) if isinstance(clipping, Scheduled) else clipping,
                 noise_multiplier=None if isinstance(noise_multiplier, OwnNoise) else noise_multiplier,
                 noise_schedule=factors_of("PrivateTraining", "noise_schedule", noise_schedule, num_steps),

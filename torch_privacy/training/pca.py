@@ -71,6 +71,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
 
     Attributes:
         components_: (k, d) orthonormal rows, float64; the largest entry of each is positive.
+        noisy_matrix_: (d, d) the release A itself, float64: whatever is computed from it costs nothing more.
         eigenvalues_: (d,) all eigenvalues of A, the largest first.
         noise_edge_: ``noise_multiplier·√(2d)``, about the largest eigenvalue of noise alone: components with an
             eigenvalue at or below it are random directions.
@@ -116,6 +117,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
     release_: privacy.Release
     noise_multiplier_: float
     event_: privacy.Event
+    noisy_matrix_: Array
     eigenvalues_: Array
     components_: Array
     noise_edge_: float
@@ -205,6 +207,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
             "release_": privacy.Release(event, fingerprint, "" if self.test_seed is None else NOT_PRIVATE),
             "noise_multiplier_": noise,
             "event_": event,
+            "noisy_matrix_": released,
             "eigenvalues_": eigenvalues,
             "components_": components,
             "noise_edge_": noise * (2 * len(released)) ** 0.5,

@@ -66,15 +66,17 @@ class Releaser:
     def _update(self, release: dict[str, Tensor]) -> None:
         """Gives the private gradient to the optimizer, and steps it."""
         setup, state, parameters = self._setup, self._state, self._state.tensors.trained
-        self._listener.before_update(setup.optimizer.param_groups)
         for group in setup.optimizer.param_groups:
             for p in group["params"]:
                 p.grad = None
         gradients = self._meeting.gradients(setup.mechanism.gradient(release))
+        size = setup.settings.size_at(state.step - 1)  # the mechanism divides by the mean of all batches
         for name, p in parameters.items():
-            p.grad = gradients.pop(name)
+            gradient = gradients.pop(name)
+            p.grad = gradient if size == 1 else gradient / size
             if name in state.reached.padding:  # the gradient of padding is noise alone
                 setup.placement.clear_row(p.grad, state.reached.padding[name])
+        self._listener.before_update(setup.optimizer.param_groups, {n: p.grad for n, p in parameters.items()})
         del release, gradients
         place = f"updates the weights after step {state.step - 1}"
         try:

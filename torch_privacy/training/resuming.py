@@ -29,6 +29,7 @@ FORMER = {  # settings that the first states do not have, and the value that the
     "sampling": repr(POISSON),
     "correlation": None,
     "own_noise": None,
+    "keeps_residual_noise": False,
     "after_update": None,
 }
 

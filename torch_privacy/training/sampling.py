@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .. import privacy
+from ..mechanisms.clipping import Adaptive, MicroBatches
 from ..mechanisms.estimated_norms import Sketched
-from ..mechanisms.scheduled import Scheduled
-from ..sampling.samplers import BinsSampler, PoissonSampler, Sampler, TruncatedSampler
+from ..mechanisms.scheduled import Schedule, Scheduled, check_schedule, factors_of
+from ..sampling.samplers import BinsSampler, PoissonSampler, Sampler, TruncatedSampler, VaryingSampler
 from ..support.validate import Refused, plain_number, plain_numbers, whole
 
 WHERE = "PrivateTraining"
@@ -39,6 +41,15 @@ class Sampling(ABC):
 
     def check_schedule(self, factors: Sequence[float], num_bins: int) -> None:  # noqa: B027
         """Refuses a schedule of the noise under which steps have no price."""
+
+    def for_steps(self, num_steps: int, num_units: int, mean_size: float, clipping: object) -> Sampling:
+        """Returns the same, with what it needs to know of the training."""
+        return self
+
+    @property
+    def sizes(self) -> tuple[float, ...] | None:
+        """The mean size of each batch over that of all; None if all have the same."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,71 @@ class Truncated(Poisson):
 
     def releases(self, of_step: privacy.Event, num_steps: int, num_units: int) -> list[tuple[privacy.Event, int]]:
         return [(self.event(of_step, 0, num_units), num_steps)]
+
+
+@dataclass(frozen=True)
+class Varying(Poisson):
+    """Poisson sampling with a mean batch size that changes during training: small at first, say, and larger later.
+
+    Step t draws each example with probability ``q_t = q · factor_t / mean factor``, with q the batch size over n, so
+    that the mean size of all batches stays ``expected_batch_size``. A sum is divided by its own mean size ``q_t n``.
+    Every step is priced with its own q_t.
+
+    Args:
+        factors: a function of the step, from 0 on, or a number for each step, all above 0. They are computed before the
+            first batch, so that they cannot follow the data.
+
+    Raises:
+        ValueError: another number of factors, one that is not finite and above 0, or a mean batch size above n.
+        Refused: clipping with a price or a divisor for one batch size alone: `Sketched`, `Adaptive`, `MicroBatches`.
+
+    Source: the "adaptive control of the lot size" of Abadi et al. (2016), arXiv:1607.00133, section 5.2.
+    """
+
+    factors: Schedule
+
+    def __post_init__(self) -> None:
+        check_schedule("Varying", "factors", self.factors)
+
+    def __repr__(self) -> str:
+        known = self.sizes
+        if known is None:
+            return f"Varying({self.factors!r:.60})"
+        return f"Varying({len(known)} factors, digest {hashlib.sha256(repr(known).encode()).hexdigest()[:16]})"
+
+    @property
+    def sizes(self) -> tuple[float, ...] | None:
+        return self.factors if isinstance(self.factors, tuple) else None
+
+    def for_steps(self, num_steps: int, num_units: int, mean_size: float, clipping: object) -> Sampling:
+        rule = clipping.rule if isinstance(clipping, Scheduled) else clipping
+        if isinstance(rule, Sketched | Adaptive | MicroBatches):
+            raise Refused(
+                f"{WHERE}: sampling=Varying(...) has no rule for clipping={type(rule).__name__}(...), which needs "
+                "batches of one mean size. Take Flat, EachLayer, PerLayer, Groups, Automatic, GEP or BGEP."
+            )
+        factors = factors_of(WHERE, "sampling.factors", self.factors, num_steps) or ()
+        mean = sum(factors) / len(factors)
+        sizes = tuple(factor / mean for factor in factors)
+        if not max(sizes) * mean_size <= num_units * (1 + WHOLE):
+            raise ValueError(
+                f"{WHERE}: sampling=Varying(...) makes batches of up to {max(sizes) * mean_size:.6g} on average, and n "
+                f"is {num_units}. Lower expected_batch_size, or the largest factors."
+            )
+        return Varying(sizes)
+
+    def sampler(self, num_units: int, sampling_probability: float, key: bytes) -> Sampler:
+        assert self.sizes is not None
+        probabilities = tuple(min(1.0, sampling_probability * size) for size in self.sizes)
+        return VaryingSampler(num_units, probabilities, key=key)
+
+    def event(self, of_step: privacy.Event, step: int, num_units: int) -> privacy.Event:
+        assert self.sizes is not None
+        q: float = getattr(of_step, "sampling_probability")  # noqa: B009  # the events of all other rules have one
+        return replace(of_step, sampling_probability=min(1.0, q * self.sizes[step]))  # type: ignore[type-var]
+
+    def releases(self, of_step: privacy.Event, num_steps: int, num_units: int) -> list[tuple[privacy.Event, int]]:
+        return [(self.event(of_step, step, num_units), 1) for step in range(num_steps)]
 
 
 @dataclass(frozen=True)
@@ -186,7 +262,7 @@ def sampling_of(
     size, passes = plain_number(expected_batch_size), plain_number(epochs)
     if given is not None:
         if not isinstance(given, Sampling):
-            known = "tp.Poisson(), tp.BallsAndBins() or tp.Truncated(most=...)"
+            known = "tp.Poisson(), tp.BallsAndBins(), tp.Truncated(most=...) or tp.Varying(factors)"
             raise ValueError(f"{WHERE}: sampling={given!r} must be {known}.")
         return given, given.mean_size(size, num_units)
     numbers = isinstance(size, int | float) and isinstance(passes, int | float)

@@ -80,6 +80,8 @@ class TrainingSettings:
         if self.expected_batch_size > n:
             units = "examples" if self.owners is None else "owners, which it counts"
             raise ValueError(f"{WHERE}: expected_batch_size={self.expected_batch_size!r} must be at most {n} {units}.")
+        if self.sampling.sizes is not None and self.num_canaries:
+            raise Refused(f"{WHERE}: sampling=Varying(...) has no audit. Audit a training with tp.Poisson().")
         if self.delta is not None:
             check_delta(n, self.delta, self.unit)
         not_releases = [release for release in self.prior_releases if not isinstance(release, privacy.Release)]
@@ -182,7 +184,7 @@ class TrainingSettings:
             raise ValueError(f"{WHERE}: target_epsilon needs delta, a number below 1/n such as 1e-5.")
         exact = privacy.calibrate(target, delta, sampling_probability=q, num_steps=steps)
         mechanism.check_price(exact, q, steps, delta)
-        is_plain = not self.prior_releases and self.noise_schedule is None
+        is_plain = not self.prior_releases and self.noise_schedule is None and self.sampling.sizes is None
         if is_plain and isinstance(self.event(mechanism, exact, 0), privacy.SubsampledGaussian):
             return replace(self, noise_multiplier=exact)
         spent = privacy.compose(self.prior_events).epsilon_high(delta)
@@ -200,6 +202,10 @@ class TrainingSettings:
         """Returns the noise multiplier of a step."""
         assert self.noise_multiplier is not None
         return self.noise_multiplier * (1.0 if self.noise_schedule is None else self.noise_schedule[step])
+
+    def size_at(self, step: int) -> float:
+        """Returns the mean size of a step's batch over that of all batches."""
+        return 1.0 if self.sampling.sizes is None else self.sampling.sizes[step]
 
     @property
     def largest_noise(self) -> float:

@@ -223,6 +223,7 @@ class Account:
             "sensitivity": mechanism.largest_sensitivity,
             "noise_multiplier": settings.noise_multiplier,
             **({} if settings.noise_schedule is None else {"noise_schedule": summary_of(settings.noise_schedule)}),
+            **({} if settings.sampling.sizes is None else {"size_schedule": summary_of(settings.sampling.sizes)}),
             **(
                 {}
                 if settings.correlation is None

@@ -16,7 +16,7 @@ Source: M. Abadi et al., "Deep learning with differential privacy", CCS 2016, ar
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -42,11 +42,14 @@ from torch_privacy.runs.rows import (
     MOMENTS,
     PRIVACY_COLUMNS,
     SCORE,
+    Computation,
+    Context,
+    Numbers,
     Row,
     TrainingRow,
 )
 from torch_privacy.support import validate as _check
-from torch_privacy_papers.abadi2016 import accuracies
+from torch_privacy_papers.abadi2016 import accuracies, unprotected
 from torch_privacy_papers.abadi2016.levels import LAYERS, LEVELS
 from torch_privacy_papers.models import networks
 
@@ -64,6 +67,7 @@ COLUMNS = {
     BASELINE_GAP: BASELINE_GAP_COLUMN,
     **{key: PRIVACY_COLUMNS[key] for key in (MOMENTS, EXACT)},
     **accuracies.COLUMNS,
+    **unprotected.COLUMNS,
 }
 NOTES = (
     "The paper's epsilon is in the moments column. Its code adds the moments of two layers as if each had a sample of "
@@ -73,6 +77,7 @@ NOTES = (
     "Gap: how far the accuracy on the training examples, as they were drawn in the last epoch, is above that on test "
     "data. The paper finds next to none in private training, and one that grows with the epochs in non-private.",
     accuracies.NOTE,
+    unprotected.NOTE,
 )
 
 
@@ -83,6 +88,7 @@ class Settings(task.Settings):
     projection: str = COMPONENTS  # of the images, before the hidden units
     num_components: int = 60
     pca_noise_multiplier: float = 7.0
+    pca_sampling_probability: float = 1.0  # of each image, to be among those that have the components
     hidden_units: int = 1000
     final_noise: float = 1.0  # in the last tenth of the steps, as a share of the first tenth's; linear between them
 
@@ -139,7 +145,12 @@ def _schedule(settings: Settings, num_examples: int) -> dict[str, Any]:
 
 def release_components(rows: Tensor, settings: Settings) -> dict[str, Any]:
     """Releases private principal components (k, d) of the rows, with event and fingerprint."""
-    pca = tp.PrivatePCA(settings.num_components, noise_multiplier=settings.pca_noise_multiplier, rows="same").fit(rows)
+    pca = tp.PrivatePCA(
+        settings.num_components,
+        noise_multiplier=settings.pca_noise_multiplier,
+        sampling_probability=settings.pca_sampling_probability,
+        rows="same",
+    ).fit(rows)
     event = privacy.event_to_dict(pca.event_)
     return {"components": pca.to_layer().weight.detach(), "event": event, "fingerprint": pca.release_.fingerprint}
 
@@ -193,7 +204,21 @@ def rows(quick: bool) -> Sequence[Row]:
         )
         for level, chosen in zip(LEVELS, settings, strict=True)
     ]
-    return published if quick else [*published, *certified, *accuracies.rows()]
+    if quick:
+        return published
+    exact = Computation(unprotected.NAME, behind_exact_components, {BASELINE: 0.983}, seeded=True)
+    return [*published, *certified, *accuracies.rows(), exact]
+
+
+def behind_exact_components(context: Context) -> Numbers:
+    """Returns the accuracy, and its gap over the epochs, of training without privacy behind noiseless components."""
+    settings = replace(DEFAULTS, seed=context.seed, data=context.data, epochs=unprotected.EPOCHS[-1])
+    data = load_mnist(settings.data)
+    components = unprotected.exact_components(data.train.tensors[0].flatten(1), settings.num_components)
+    network = partial(new_model, components, settings.hidden_units, settings.seed)
+    steps_per_epoch = len(data.train) / settings.expected_batch_size
+    problem = task.classification(data, network, settings, new_scheduler=partial(new_scheduler, steps_per_epoch))
+    return unprotected.course(problem, settings)
 
 
 STUDY = Study(COLUMNS, rows, NOTES, DEFAULTS, build_task, figures=accuracies.figures)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the privacy of the trainings of Table 1: Bu, Dong, Long and Su (2020), Figures 2, 3 and A.1.
 
-``torch-privacy reproduce gdp-figures`` draws epsilon against delta, epochs and noise (Figure 2), the trade-off function
-of each line of Table 1 (Figure 3), and the composed trade-off function of one epoch against its Gaussian limit (Figure
-A.1). The paper: for mu = 0.57 type I and type II errors add to at least 77.6 % by the central limit theorem and to
-9.4 % by the moments accountant; after one epoch function and limit are "almost identical". Certified curves are added.
+``torch-privacy reproduce gdp-figures`` draws epsilon against delta, epochs and noise, and delta over epochs (Figure 2),
+the trade-off function of each line of Table 1 (Figure 3), what sampling is worth by f-DP and by the older bound, and
+the composed trade-off function of one epoch against its Gaussian limit (Figure A.1). The paper: for mu = 0.57 type I
+and type II errors add to at least 77.6 % by the central limit theorem and to 9.4 % by the moments accountant; after one
+epoch function and limit are "almost identical". Certified curves are added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,8 @@ NOTES = (
 )
 ONE_EPOCH = 234  # steps
 NOISE_OF_FIGURE_2, EPOCHS_OF_FIGURE_2 = 0.7, 45
+EPSILON_OF_FIGURE_2, LEAST_DELTA = 5.0, 1e-12  # of the panel of delta, of which the text says nothing more
+UNSAMPLED = 3.0, 0.05, 0.25  # epsilon, delta, sampling probability: large enough to see the difference
 
 
 def rows(quick: bool) -> Sequence[Computation]:
@@ -98,7 +101,7 @@ def distance_from_limit(context: Context) -> Numbers:
 
 def figures(results: Mapping[str, Any], folder: Path) -> dict[str, plots.Figure]:
     """Draws Figures 2, 3 and A.1."""
-    return {**_figure_2(results["quick"]), **_figure_3(), "figure-A1": _figure_a1()}
+    return {**_figure_2(results["quick"]), **_figure_3(), "figure-A1": _figure_a1(), "sampling": _sampling()}
 
 
 def _figure_2(quick: bool) -> dict[str, plots.Figure]:
@@ -117,7 +120,45 @@ def _figure_2(quick: bool) -> dict[str, plots.Figure]:
         "figure-2-noise": plots.epsilon_plot(
             _curves(noises, by_noise), title=f"{EPOCHS_OF_FIGURE_2} epochs, {at}", xlabel="noise multiplier"
         ),
+        "figure-2-delta-epochs": plots.curves_plot(
+            _deltas(epochs),
+            title=f"Noise multiplier {noise:g}, epsilon = {EPSILON_OF_FIGURE_2:g}",
+            ylabel="delta",
+            log_y=True,
+        ),
     }
+
+
+def _deltas(epochs: np.ndarray) -> dict[str, Any]:
+    """Returns delta by every accountant after each number of epochs, at one epsilon."""
+    settings = [(NOISE_OF_FIGURE_2, PROBABILITY, round(float(e) / PROBABILITY)) for e in epochs]
+    epsilon = EPSILON_OF_FIGURE_2
+    low, high = np.array([compose_steps(*setting).delta(epsilon) for setting in settings], float).T
+    steps = [equal_releases(*setting) for setting in settings]
+    return {
+        "certified": (epochs, Bracket(_shown(low), _shown(high))),
+        "CLT: an approximation, no bound": (epochs, _shown([float(privacy.clt(s).delta(epsilon)) for s in steps])),
+        "moments accountant": (epochs, _shown([privacy.moments_delta(s, epsilon) for s in steps])),
+    }
+
+
+def _shown(deltas: Any) -> np.ndarray:
+    """Returns the deltas; not a number for those that are too small to draw."""
+    deltas = np.asarray(deltas, float)
+    return np.where(deltas >= LEAST_DELTA, deltas, np.nan)
+
+
+def _sampling() -> plots.Figure:
+    """Draws a mechanism's trade-off function, that on a sample, and the (epsilon, delta) pair of the older bound."""
+    epsilon, delta, probability = UNSAMPLED
+    whole = tradeoff.EpsilonDelta(epsilon, delta)
+    older = tradeoff.EpsilonDelta(float(privacy.sampled_epsilon(epsilon, probability)), probability * delta)
+    curves = {
+        f"on all data: ({epsilon:g}, {delta:g})-private": whole,
+        f"on a sample of {100 * probability:g} %": tradeoff.symmetrized(tradeoff.subsampled(whole, probability)),
+        "on the sample, by the older bound": older,
+    }
+    return plots.tradeoff_plot(curves, title="What sampling is worth")
 
 
 def _curves(x: np.ndarray, settings: Sequence[tuple[float, int, float]]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch_privacy_papers.bu2020.imdb import Settings
 from torch_privacy_papers.models.networks import StackedLSTM
 
 NOTES = (
-    imdb.NOTES[0],
+    imdb.VOCABULARY,
     "The paper trains this network without privacy only; its accuracy is not in the text that we have.",
     "Not private: as many epochs of Adam on 90 % of the training reviews, and of these epochs the best one on the "
     "other 10 %. Its learning rate was not tuned, nor was that of NoisyAdam.",

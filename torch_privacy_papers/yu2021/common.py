@@ -69,6 +69,7 @@ class Settings(task.Settings):
     momentum: float = 0.9
     residual_clip_norm: float = 0.2  # 0 leaves out residuals, as B-GEP does
     embedding_share: float | None = None  # of the budget; None for the least noise, 0.5 in the paper
+    keeps_residual_noise: bool = False  # whether the residual's noise in the subspace stays, as in the paper
     num_basis: int = 0  # directions k; 0 for plain gradient perturbation
     num_anchors: int = 2000  # m, drawn anew for every step
     power_iterations: int = 1  # 0 for random directions
@@ -114,6 +115,7 @@ class MethodComparison:
         quick: settings of a quick look, which those of a method override.
         tried: method -> the settings that were tried for it, on held-out training examples.
         tuned: (method, epsilon) -> settings that differ there from those of the method.
+        variants: name -> method -> settings that replace its own in one more row, at the first epsilon.
     """
 
     defaults: Settings
@@ -128,6 +130,7 @@ class MethodComparison:
     quick: Mapping[str, Any]
     tried: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     tuned: Mapping[tuple[str, float], Mapping[str, Any]] = field(default_factory=dict)
+    variants: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     def study(self, *notes: str) -> Study:
         """Returns the study of this comparison; ``notes`` are added to those of all."""
@@ -178,11 +181,19 @@ class MethodComparison:
         )
 
     def rows(self, quick: bool) -> Sequence[TrainingRow]:
-        """Returns every method at every epsilon; the last row also trains the non-private baseline."""
+        """Returns every method at every epsilon, of which the last trains the non-private baseline; then variants."""
         rows = [self._row(method, epsilon, quick) for epsilon in self.levels for method in self.methods]
         last = rows.pop()
         known = {} if self.baseline is None else {BASELINE: self.baseline}
-        return [*rows, TrainingRow(last.name, {**last.settings, "baseline": True}, {**last.paper, **known})]
+        rows.append(TrainingRow(last.name, {**last.settings, "baseline": True}, {**last.paper, **known}))
+        return rows if quick else [*rows, *self._variants()]
+
+    def _variants(self) -> Iterator[TrainingRow]:
+        epsilon = next(iter(self.levels))
+        for what, methods in self.variants.items():
+            for method, changed in methods.items():
+                row = self._row(method, epsilon, quick=False)
+                yield TrainingRow(f"{row.name}, {what}", {**row.settings, **changed}, row.paper)
 
     def _row(self, method: str, epsilon: float, quick: bool) -> TrainingRow:
         paper = {SCORE: self.paper[method, epsilon]} if (method, epsilon) in self.paper else {}
@@ -279,7 +290,8 @@ def _arguments(settings: Settings, public: Public, groups: Sequence[str], model:
     embedding = tp.Flat(settings.clip_norm)
     if not settings.residual_clip_norm:
         return {"clipping": tp.BGEP(subspace, embedding)}
-    gep = tp.GEP(subspace, embedding, tp.Flat(settings.residual_clip_norm), settings.embedding_share)
+    residual, share = tp.Flat(settings.residual_clip_norm), settings.embedding_share
+    gep = tp.GEP(subspace, embedding, residual, share, settings.keeps_residual_noise)
     return {"clipping": gep}
 
 

@@ -167,8 +167,6 @@ def _groups(
     size: Size, model: nn.Module, jacobian: Jacobian, anchors: TensorDataset, others: Tensor
 ) -> dict[str, Numbers]:
     """Returns every group's stable ranks and projection errors."""
-    names = [name for name, _ in model.named_parameters()]
-    mean = jacobian.weighted_sum(torch.full((jacobian.num_examples,), 1 / jacobian.num_examples))
     images, (few, *_, most) = anchors.tensors[0], size.directions
     subspaces = {
         **{error(k): tp.AnchorSubspace(images, k, GROUPS) for k in size.directions},
@@ -178,23 +176,13 @@ def _groups(
         FEW_RANDOM: tp.AnchorSubspace(images, few, GROUPS, power_iterations=0),
     }
     bases = {name: subspace.basis(model) for name, subspace in subspaces.items()}
-    largest, found = bases[error(most)], {}
-    for group in GROUPS:
-        inside = [name for name in names if name.startswith(f"{group}.")]
-        rows = torch.cat([part.flatten(1) for part in jacobian.restricted(inside).rows().values()], 1).double()
-        w, gram = largest.embed(jacobian, group).double(), rows @ rows.T
-        length = sum(float(mean[name].double().square().sum()) for name in inside)
-        numbers = {RANK: stable_rank(gram), RESIDUAL_RANK: stable_rank(gram - w @ w.T)}
-        for key, basis in bases.items():
-            caught = float(basis.coordinates(mean)[group].double().square().sum())
-            numbers[key] = max(0.0, 1 - caught / length) ** 0.5
-        found[group] = numbers
-    return found
-
-
-def stable_rank(gram: Tensor) -> float:
-    """Returns the squared Frobenius norm over the squared spectral norm of G, given G Gᵀ: between 1 and the rank."""
-    return float(gram.trace() / torch.linalg.eigvalsh(gram)[-1])
+    largest = bases[error(most)]
+    numbers = {
+        RANK: largest.stable_ranks(jacobian),
+        RESIDUAL_RANK: largest.stable_ranks(jacobian, residuals=True),
+        **{key: basis.projection_errors(jacobian) for key, basis in bases.items()},
+    }
+    return {group: {key: of_groups[group] for key, of_groups in numbers.items()} for group in GROUPS}
 
 
 def noise_against_gradient(depth: int, context: Context) -> Numbers:

@@ -15,7 +15,6 @@ teachers are networks and their student is a generative one; ours use scattering
 for the teachers, label propagation to similar images for the student.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch_privacy import privacy
 from torch_privacy.data import load_cifar10, load_mnist
 from torch_privacy.experiments.study import Study
+from torch_privacy.mechanisms.votes import GNMax, teachers_of
 from torch_privacy.runs.rows import (
     ACCURACY_COLUMN,
     EXACT,
@@ -39,7 +39,6 @@ from torch_privacy.runs.rows import (
     TableColumn,
 )
 from torch_privacy_papers.best.common import scattered, with_inputs
-from torch_privacy_papers.yu2021.gnmax import GNMax
 from torch_privacy_papers.yu2021.kernels import Ridge, neighborhood, principal, spread, width
 
 DELTA = 1e-5
@@ -168,7 +167,9 @@ def questions(size: PateSize, seed: int, num_public: int) -> Tensor:
 def votes_of_teachers(size: PateSize, seed: int, folder: str | None) -> Tensor:
     """Returns the numbers of teachers that vote for each class, (questions, 10); secret."""
     images = images_seen(size, folder)
-    teacher_of = teachers_of(SOURCES[size.source](folder).train.tensors[0][: len(images.private)], size.teachers, seed)
+    teacher_of = teachers_of(
+        SOURCES[size.source](folder).train.tensors[0][: len(images.private)], size.teachers, seed=seed
+    )
     asked = images.public[questions(size, seed, len(images.public))]
     votes = torch.zeros(len(asked), 10)
     for number in range(size.teachers):
@@ -177,16 +178,6 @@ def votes_of_teachers(size: PateSize, seed: int, folder: str | None) -> Tensor:
             teacher = Ridge.fitted(images.private[own], images.digits[own], images.width)
             votes[torch.arange(len(asked)), teacher.predicted(asked)] += 1
     return votes
-
-
-def teachers_of(images: Tensor, count: int, seed: int) -> Tensor:
-    """Returns the number of each image's teacher (n,), a function of that image and the seed alone.
-
-    If the teachers were drawn for all images together, removing one image would change the teachers of most others.
-    """
-    key = seed.to_bytes(8, "big")
-    digests = (hashlib.blake2b(image.numpy().tobytes(), key=key, digest_size=8).digest() for image in images)
-    return torch.tensor([int.from_bytes(digest, "big") % count for digest in digests])
 
 
 MNIST = Study(COLUMNS, partial(rows, DIGITS, (False, True)), NOTES, delta=DELTA)

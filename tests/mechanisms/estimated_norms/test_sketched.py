@@ -414,6 +414,17 @@ def test_few_projections_are_refused_unless_nothing_is_released():
     assert not training.statement()["private"]
 
 
+def test_too_little_noise_for_a_price_is_refused_unless_nothing_is_released():
+    with pytest.raises(tp.Refused, match=r"noise_multiplier=0.01 is less than 0.05, and then no bound on epsilon"):
+        training_of(small(), sketched(32), delta=1e-3, noise_multiplier=0.01)
+    training = training_of(small(), sketched(3, not_for_release=True), delta=1e-3, noise_multiplier=1e-4)
+    train(training)
+    least = compose([(SubsampledJL(0.05, 3, 0.2), 4)]).epsilon(1e-3)
+    spent = training.spent()
+    assert (spent.epsilon.low, spent.epsilon.high) == (least.low, float("inf"))
+    assert str(spent).startswith("NOT PRIVATE (made with not_for_release=True")
+
+
 def test_epsilon_is_above_that_of_exact_norms_and_converges_to_it():
     training = training_of(small(), delta=1e-3)
     train(training)

@@ -432,3 +432,47 @@ def test_a_forward_that_writes_into_a_parameter_is_refused():
     model.code = nn.Parameter(torch.zeros(4), requires_grad=False)
     with pytest.raises(tp.Refused, match=r"on the auxiliary data: .*the forward changed 'code'"):
         tp.AnchorSubspace(torch.randn(5, 4), 2, 1).basis(model)
+
+
+@pytest.mark.parametrize("power_iterations", [0, 1])
+def test_properties_of_gradients_are_those_of_explicit_rows(power_iterations):
+    model, x, y = cnn(torch.float64), images(25, torch.float64), torch.randint(10, (25,))
+    basis = tp.AnchorSubspace(
+        images(40, torch.float64), 12, ["0", "1", "3", "7"], power_iterations=power_iterations
+    ).basis(model)
+    with tp.record(model) as tape:
+        losses = F.cross_entropy(model(x), y, reduction="none")
+    jacobian = tape.jacobian(losses)
+    whole, left = basis.stable_ranks(jacobian), basis.stable_ranks(jacobian, residuals=True)
+    errors, energy = basis.projection_errors(jacobian), basis.captured_energy(jacobian)
+    assert list(whole) == list(left) == list(errors) == list(energy) == ["0", "1", "3", "7"]
+    v, shapes = explicit(basis).double(), {name: p.shape for name, p in model.named_parameters()}
+    ends = np.cumsum([0, *(shape.numel() for shape in shapes.values())])
+    columns = dict(zip(shapes, itertools.pairwise(ends.tolist()), strict=True))
+    rows = torch.cat([part.flatten(1) for part in jacobian.rows().values()], 1)
+    for group, names in basis.groups.items():
+        inside = torch.cat([torch.arange(*columns[name]) for name in names])
+        g = rows[:, inside]
+        mine = v[:, inside][v[:, inside].norm(dim=1) > 0.5]
+        residuals, mean = g - g @ mine.T @ mine, g.mean(0)
+        for found, matrix in ((whole[group], g), (left[group], residuals)):
+            values = torch.linalg.svdvals(matrix)
+            assert found == pytest.approx(float(values.square().sum() / values[0] ** 2), rel=1e-4)
+        assert errors[group] == pytest.approx(float((mean - mean @ mine.T @ mine).norm() / mean.norm()), rel=1e-4)
+        assert energy[group] == pytest.approx(float((g @ mine.T).square().sum() / g.square().sum()), rel=1e-4)
+
+
+def test_properties_of_nothing_are_zero():
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(6, 3)
+    basis = tp.AnchorSubspace(torch.randn(60, 3), 22, ["0", "1"]).basis(model)
+    with tp.record(model) as tape:
+        losses = F.cross_entropy(model(x), torch.randint(2, (6,)), reduction="none")
+    jacobian = tape.jacobian(losses)
+    assert basis.stable_ranks(jacobian, residuals=True) == {"0": 0, "1": 0}  # the subspace has all that gradients span
+    assert all(error < 1e-3 for error in basis.projection_errors(jacobian).values())
+    assert list(basis.captured_energy(jacobian).values()) == pytest.approx([1, 1], abs=1e-5)
+    with tp.record(model) as tape:
+        losses = 0 * F.cross_entropy(model(x), torch.randint(2, (6,)), reduction="none")
+    nothing = tape.jacobian(losses)
+    zeros = {"0": 0, "1": 0}
+    assert basis.stable_ranks(nothing) == basis.projection_errors(nothing) == basis.captured_energy(nothing) == zeros

@@ -32,8 +32,8 @@ def subspace(num_basis=6, groups=("0", "2"), **settings):
     return tp.AnchorSubspace(auxiliary, num_basis, list(groups), **settings)
 
 
-def gep(embedding=FLAT[0], residual=FLAT[1], share=0.5, **settings):
-    return tp.GEP(subspace(**settings), embedding, residual, share)
+def gep(embedding=FLAT[0], residual=FLAT[1], share=0.5, keeps=False, **settings):
+    return tp.GEP(subspace(**settings), embedding, residual, share, keeps)
 
 
 def gep_training(clipping=None, **settings):
@@ -82,7 +82,7 @@ def released(training, rows, v, step):
     share = setting.embedding_share
     w = w.sum(0) + s1 / math.sqrt(2 * share) * z
     r = r.sum(0) + s2 / math.sqrt(2 - 2 * share) * y
-    return w @ v + r - r @ v.T @ v
+    return w @ v + r - (0 if setting.keeps_residual_noise else r @ v.T @ v)
 
 
 FINER = ("0.weight", "0.bias", "2")  # finer groups than those of the rules
@@ -90,11 +90,12 @@ FINER = ("0.weight", "0.bias", "2")  # finer groups than those of the rules
 
 @pytest.mark.parametrize("rules", [FLAT, GROUPS], ids=["flat", "groups"])
 @pytest.mark.parametrize(
-    ("share", "size", "groups"), [(0.5, None, ("0", "2")), (0.2, 3, ("0", "2")), (0.5, None, FINER)]
+    ("share", "size", "groups", "keeps"),
+    [(0.5, None, ("0", "2"), False), (0.2, 3, ("0", "2"), True), (0.5, None, FINER, False)],
 )
-def test_step_releases_clipped_embeddings_and_residuals_plus_noise(rules, share, size, groups):
+def test_step_releases_clipped_embeddings_and_residuals_plus_noise(rules, share, size, groups, keeps):
     training = gep_training(
-        gep(*rules, share, groups=groups), performance=tp.Performance(microbatch_size=size), num_steps=4
+        gep(*rules, share, keeps, groups=groups), performance=tp.Performance(microbatch_size=size), num_steps=4
     )
     rows = []
     for x, y in own_batches(training, cross_entropy):
@@ -281,6 +282,8 @@ def test_state_of_other_auxiliary_data_or_perturbation_is_refused():
         gep_training(tp.GEP(other, *FLAT)).load_state_dict(state)
     with pytest.raises(tp.Refused, match="perturbation="):
         gep_training(gep(share=0.2)).load_state_dict(state)
+    with pytest.raises(tp.Refused, match="keeps_residual_noise="):
+        gep_training(gep(keeps=True)).load_state_dict(state)
     with pytest.raises(tp.Refused, match="clipping="):
         training_of().load_state_dict(state)
 

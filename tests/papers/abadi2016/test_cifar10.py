@@ -45,6 +45,27 @@ def test_pretrained_convolutions_stay_and_the_last_layer_trains(monkeypatch):
     cifar10.pretrained.cache_clear()
 
 
+def test_of_the_hidden_layers_the_upper_one_may_train_alone_with_the_same_noise_for_each_bound(monkeypatch):
+    public = PublicImages("photographs", torch.rand(64, 3, 32, 32), "", {})
+    monkeypatch.setattr(cifar10, "load_labeled_public_images", lambda folder: None)
+    monkeypatch.setattr(cifar10, "load_public_images", lambda folder: public)
+    monkeypatch.setattr(cifar10, "load_cifar10", made_up(3, 32))
+    cifar10.pretrained.cache_clear()
+    row = next(row for row in cifar10.rows(False) if row.name == "epsilon 2, upper layers")
+    small = {"expected_batch_size": 4, "epochs": 0.1, "pretraining_epochs": 2, "delta": 1e-3}
+    settings = replace(cifar10.DEFAULTS, **{**row.settings, **small})
+    training = new_training(settings, cifar10.build_task(settings), None)
+    cifar10.pretrained.cache_clear()
+    assert isinstance(training.clipping, tp.Groups)
+    assert training.clipping.clip_norms == {"10": 3.0, "12": 6.0}
+    trained = {name for name, parameter in training.model.named_parameters() if parameter.requires_grad}
+    assert trained == {"10.weight", "10.bias", "12.weight", "12.bias"}
+    for multiplier, layers in ((settings.noise_multiplier, 2), (cifar10.DEFAULTS.noise_multiplier, 3)):
+        assert multiplier == pytest.approx(6 / layers**0.5)  # one release of all layers
+    with pytest.raises(ValueError, match="hidden_layers=3"):
+        cifar10.build_task(replace(settings, hidden_layers=3))
+
+
 @pytest.mark.thorough
 def test_labels_of_public_images_are_learned_where_there_are_any(monkeypatch):
     """The classes differ in color alone, so a network that learned rotations could not tell them apart."""

@@ -11,7 +11,8 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.data.dataset import Data
-from torch_privacy_papers.abadi2016 import mnist
+from torch_privacy.runs.rows import BASELINE, BASELINE_GAP, Context
+from torch_privacy_papers.abadi2016 import mnist, unprotected
 from torch_privacy_papers.abadi2016.mnist import (
     DEFAULTS,
     LEVELS,
@@ -136,3 +137,24 @@ def test_noise_falls_in_ten_parts_that_spend_the_target():
     steps = [(privacy.SubsampledGaussian(noise, 0.1), 1) for noise in noises]
     spent = privacy.compose([(privacy.NoisyCovariance(7.0), 1), *steps]).epsilon(settings.delta).high
     assert 1.9 < spent <= 2.0 * (1 + 1e-6)
+
+
+def test_noiseless_components_are_the_leading_directions_and_nothing_else_is_noisy(monkeypatch):
+    images = torch.rand(60, 5) * torch.tensor([5.0, 4.0, 3.0, 0.1, 0.1])
+    found = unprotected.exact_components(images, 3).double()
+    unit = torch.nn.functional.normalize(images.double(), dim=1)
+    exact = torch.linalg.svd(unit, full_matrices=False).Vh[:3]
+    torch.testing.assert_close((found @ exact.T).abs(), torch.eye(3).double(), atol=1e-5, rtol=0)
+    monkeypatch.setattr(unprotected, "EPOCHS", (1, 2, 3))
+    small = {name: SMALL[name] for name in ("num_components", "hidden_units", "expected_batch_size")}
+    monkeypatch.setattr(mnist, "DEFAULTS", replace(DEFAULTS, **small))
+    numbers = mnist.behind_exact_components(Context(False, 0, None))
+    assert set(numbers) == {BASELINE, BASELINE_GAP, "gap after 1", "gap after 2"}
+    assert all(-1 <= number <= 1 for number in numbers.values())
+    assert numbers == mnist.behind_exact_components(Context(False, 0, None))
+
+
+def test_components_of_a_sample_are_priced_as_such():
+    settings = replace(DEFAULTS, **SMALL, pca_sampling_probability=0.25)
+    (prior,) = build_task(settings).private(torch.nn.Module())["prior_releases"]
+    assert prior.event == privacy.NoisyCovariance(7.0, 0.25)

@@ -118,6 +118,29 @@ def test_photographs_are_trained_with_the_papers_settings():
     assert any("CIFAR-100" in note for note in gep_cifar10.CIFAR10.notes)
 
 
+def test_rows_as_printed_have_the_papers_settings_and_follow_the_others():
+    *_, gp, alone, both, many = gep_mnist.COMPARISON.rows(False)
+    printed = {"epochs": 50, "clip_norm": 10.0, "learning_rate": 0.1, "weight_decay": 1e-4, "target_epsilon": 2.0}
+    expected = (gp, 0, 2.0, 0.947), (alone, 500, 0.0, 0.931), (both, 500, 2.0, 0.963)
+    for row, k, bound, accuracy in expected:
+        assert row.name.endswith("as printed")
+        assert {name: row.settings[name] for name in printed} == printed
+        assert (row.settings["num_basis"], row.settings["residual_clip_norm"], row.paper["score"]) == (
+            k,
+            bound,
+            accuracy,
+        )
+    assert many.name == "B-GEP, epsilon 2, k = 500, m = 2000"
+    settings = replace(gep_mnist.DEFAULTS, **{**both.settings, **SMALL, "num_basis": 20, "epochs": 0.3})
+    training = new_training(settings, made_up().build_task(settings), None)
+    assert training.settings.clipping.keeps_residual_noise
+    assert isinstance(training.event, privacy.SubsampledGEP)
+    assert [row.name for row in gep_cifar10.ON_CIFAR10.rows(False)][-2:] == [
+        "B-GEP, epsilon 2, k = m = 500",
+        "GEP, epsilon 2, k = m = 500",
+    ]
+
+
 def test_settings_are_tuned_on_training_examples_that_are_held_out():
     settings = replace(gep_mnist.DEFAULTS, **SMALL, held_out=50, num_train=100)
     task, data = made_up().build_task(settings), digits(200)
@@ -260,13 +283,6 @@ def test_features_are_of_one_image_alone_and_as_many_as_in_the_paper():
     torch.testing.assert_close(found.norm(dim=1), torch.ones(4))
     torch.testing.assert_close(features(images[2:3])[0], found[2])
     assert sum(p.numel() for p in gep_linear.new_model().parameters()) == 40_960
-
-
-def test_stable_rank_counts_directions_of_equal_length():
-    rows = torch.eye(5, 9, dtype=torch.float64)
-    assert gep_figures.stable_rank(rows @ rows.T) == pytest.approx(5)
-    rows[:, 0] = 1e6
-    assert gep_figures.stable_rank(rows @ rows.T) == pytest.approx(1)
 
 
 def test_watched_network_is_deeper_with_more_blocks():

@@ -72,7 +72,7 @@ def test_one_example_less_changes_one_vote_on_every_question(made_up, monkeypatc
 
 def test_a_teacher_without_examples_has_no_vote(made_up):
     many = PateSize("MNIST", teachers=400, threshold=4.0, answers={8: 5})
-    owners = pate.teachers_of(made_up, 400, 0)
+    owners = pate.teachers_of(made_up, 400, seed=0)
     assert votes_of_teachers(many, 0, None).sum(1).tolist() == [len(owners.unique())] * 10
 
 

@@ -428,6 +428,16 @@ def test_events_that_cannot_be_priced_for_replacing_say_so():
         SubsampledJL(1.0, 32, 0.1, neighboring_relation=REPLACE_ONE)
 
 
+def test_estimated_norms_with_too_little_noise_for_a_price_cost_more_than_with_the_least_that_has_one():
+    little, least = (privacy.compose([(SubsampledJL(noise, 16, 0.1), 3)]) for noise in (0.01, 0.05))
+    assert tuple(little.epsilon(1e-5)) == (least.epsilon(1e-5).low, float("inf"))
+    assert little.epsilon_high(1e-5) == float("inf")
+    assert tuple(little.delta(1.0)) == (least.delta(1.0).low, 1.0)
+    other = privacy.compose([(SubsampledGaussian(1.0, 0.1), 5), (SubsampledJL(0.01, 16, 0.1), 3)])
+    assert other.epsilon_high(1e-5) == float("inf")
+    assert little.tradeoff(0.1).low == 0
+
+
 NAN = float("nan")
 
 
@@ -444,7 +454,6 @@ NAN = float("nan")
         (lambda: SubsampledJL(1.0, 0, 0.1), "SubsampledJL: num_projections=0 must be an integer of at least 1"),
         (lambda: SubsampledJL(1.0, 16.0, 0.1), "num_projections=16.0 must be an integer"),
         (lambda: SubsampledJL(1.0, 10**8, 0.1), "must be at most 10000000"),
-        (lambda: SubsampledJL(0.01, 16, 0.1), "noise_multiplier=0.01 must be at least 0.05"),
         (lambda: privacy.Laplace(1e-3), "privacy.Laplace: noise_multiplier=0.001 must be at least 0.01"),
         (lambda: privacy.DiscreteLaplace(1.0, 101), "noise_scale=1.0 must be at least a hundredth"),
         (lambda: privacy.DiscreteLaplace(1.0, 1.0), "sensitivity=1.0 must be an integer"),

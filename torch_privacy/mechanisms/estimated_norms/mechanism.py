@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import privacy
 from ...jacobian.rows.operator import RowsOfBatch
+from ...privacy.events.estimated_norms import LEAST_PRICED
 from ...support.model_state import ModelTensors
 from ...support.units import ONE_EXAMPLE
 from ...support.validate import Refused
@@ -112,8 +113,14 @@ class _SketchedSummation(ClippedSummation):
 
 
 def _check_price(event: privacy.SubsampledJL, num_steps: int, delta: float) -> None:
-    """Raises if there are too few projections for a useful epsilon; the message states the epsilon."""
+    """Raises if there are too few projections for a useful epsilon, or too little noise for any."""
     count = event.num_projections
+    if event.noise_multiplier < LEAST_PRICED:
+        raise Refused(
+            f"PrivateTraining: noise_multiplier={event.noise_multiplier!r} is less than {LEAST_PRICED:g}, and then no "
+            "bound on epsilon is known for estimated norms. Take more noise; or, on data that need no protection, pass "
+            "Sketched(..., not_for_release=True)."
+        )
     if count < MIN_PROJECTIONS:
         quick = replace(event, num_projections=max(count, QUICKLY_PRICED))  # fewer cost more
         low = privacy.compose([(quick, num_steps)]).epsilon(delta).low

@@ -60,7 +60,8 @@ class Sketched:
             network: one at a time, sharing the forward's values, where tensors are large; else up to 8 at once.
         method: "forward mode" or "double vjp". None takes forward mode where it works, which is faster; the double vjp
             is what the paper uses where there is no forward mode. Both give the same projections, up to rounding.
-        not_for_release: allows fewer than 16 projections; every statement then says NOT PRIVATE.
+        not_for_release: allows fewer than 16 projections, and noise multipliers below 0.05, for which no bound on
+            epsilon is known; every statement then says NOT PRIVATE.
 
     Guarantees:
         - The directions come from AES-256-CTR under a key of their own, derived from the key of the noise. They are a

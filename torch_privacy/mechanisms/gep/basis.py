@@ -16,6 +16,8 @@ from ...ops.dense import flat_in_order, memory_order
 from ...support.torch_modes import exact
 from .orthonormal import OrthonormalBasis
 
+NOTHING = 1e-6  # share of squared norms that may be rounding
+
 
 def balanced_groups(sizes: Mapping[str, int], count: int) -> dict[str, tuple[str, ...]]:
     """Divides the parameters into at most ``count`` consecutive runs with the smallest possible largest run.
@@ -157,6 +159,50 @@ class Basis:
             return basis.mixing.new_zeros(jacobian.num_examples, 0)
         vectors = self.columns[group].split(basis.vectors)
         return jacobian.restricted(vectors).project(vectors).to(basis.mixing) @ basis.mixing.mT
+
+    @exact
+    def stable_ranks(self, jacobian: Jacobian, *, residuals: bool = False) -> dict[str, float]:
+        """Returns ``‖G‖_F² / ‖G‖₂²`` of the gradients G in each group, or of what the subspace leaves of them.
+
+        It lies between 1 and the rank; 0 if nothing is left. Of private gradients it is a release without a price.
+
+        Source: Yu, Zhang, Chen & Liu (2021), arXiv:2102.12677, Figures 2 and 5.
+        """
+        found = {}
+        for group, names in self.groups.items():
+            rows = (jacobian.restricted([name]).rows()[name].flatten(1).double() for name in names)
+            gram = torch.stack([part @ part.mT for part in rows]).sum(0)
+            total, w = float(gram.trace()), self.embed(jacobian, group).to(gram)
+            gram = gram - w @ w.mT if residuals else gram
+            left = float(gram.trace())
+            found[group] = left / float(torch.linalg.eigvalsh(gram)[-1]) if left > NOTHING * total else 0.0
+        return found
+
+    def projection_errors(self, jacobian: Jacobian) -> dict[str, float]:
+        """Returns the share of the mean gradient's norm that lies outside of the subspace, in each group.
+
+        Of private gradients it is a release without a price.
+
+        Source: Yu, Zhang, Chen & Liu (2021), arXiv:2102.12677, Figures 4 and 7.
+        """
+        n = jacobian.num_examples
+        mean = jacobian.weighted_sum(torch.full((n,), 1 / n, device=self._device))
+        inside = {group: float(w.double().square().sum()) for group, w in self.coordinates(mean).items()}
+        norms = {
+            g: sum(float(mean[name].double().square().sum()) for name in names) for g, names in self.groups.items()
+        }
+        return {group: max(0.0, 1 - w / norms[group]) ** 0.5 if norms[group] else 0.0 for group, w in inside.items()}
+
+    def captured_energy(self, jacobian: Jacobian) -> dict[str, float]:
+        """Returns the share of the gradients' squared norms that lies in the subspace, ``Σ ‖wᵢ‖² / Σ ‖gᵢ‖²``, by group.
+
+        Of private gradients it is a release without a price.
+        """
+        found = {}
+        for group, names in self.groups.items():
+            total = float(jacobian.squared_norms(names).double().sum())
+            found[group] = float(self.embed(jacobian, group).double().square().sum()) / total if total else 0.0
+        return found
 
     @exact
     def coordinates(self, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:

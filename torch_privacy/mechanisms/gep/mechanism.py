@@ -139,12 +139,22 @@ class EmbeddedSum(Mechanism):
                 if part is not None
             },
             "embedding_share": self._embedding_share,
+            **({"keeps_residual_noise": True} if self._keeps_residual_noise else {}),
             "subspace": self._setting.subspace.statement(),
         }
 
     def settings(self) -> dict[str, Any]:
-        auxiliary = self._setting.subspace.fingerprint
-        return {"clipping": None, "jacobian": repr(None), "perturbation": repr(self._setting), "auxiliary": auxiliary}
+        return {
+            "clipping": None,
+            "jacobian": repr(None),
+            "perturbation": repr(self._setting),
+            "keeps_residual_noise": self._keeps_residual_noise,
+            "auxiliary": self._setting.subspace.fingerprint,
+        }
+
+    @property
+    def _keeps_residual_noise(self) -> bool:
+        return isinstance(self._setting, GEP) and self._setting.keeps_residual_noise
 
     def groups(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
         return {"all": tuple(names)}
@@ -196,7 +206,7 @@ class EmbeddedSum(Mechanism):
     def gradient(self, release: dict[str, Tensor]) -> dict[str, Tensor]:
         basis, self.basis = self._current_basis, None
         coordinates = {group: release.pop(key) for group, key in self._keys.items()}
-        if self._residual is not None:  # the residual's part in the subspace is only noise
+        if self._residual is not None and not self._keeps_residual_noise:  # its part in the subspace is only noise
             coordinates = {group: coordinates[group] - w for group, w in basis.coordinates(release).items()}
         total = basis.expand(coordinates)
         for name, residual in release.items():

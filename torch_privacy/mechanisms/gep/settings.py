@@ -7,7 +7,7 @@ lies in it: k coordinates, the embedding. The rest, the residual, has a small no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...support.validate import Refused, plain_numbers, strictly_between
@@ -62,6 +62,8 @@ class GEP:
         embedding_share: share of the budget, 1/σ², for the embedding, in (0, 1): its noise multiplier is
             ``σ / √(2 share)`` and that of the residual ``σ / √(2 (1 - share))``, with the training's σ. The paper's
             1/2 gives both the same. None takes the share with the least total noise.
+        keeps_residual_noise: whether the gradient is ``Vᵀ w̃ + r̃``, as in the paper, with the residuals' noise in the
+            subspace. It costs nothing in privacy and adds noise.
 
     Guarantees:
         - One step is a `SubsampledGEP` with the training's noise multiplier σ, or with another share
@@ -72,7 +74,7 @@ class GEP:
           than the rounding error. That affects only gradients with a norm above 360 S₂.
 
     Source: Yu, Zhang, Chen & Liu (2021), arXiv:2102.12677, Algorithm 1. We replace its accounting, and remove its
-        noise for residuals inside the subspace.
+        noise for residuals inside the subspace unless ``keeps_residual_noise``.
 
     Example:
         >>> import torch
@@ -95,6 +97,7 @@ class GEP:
     embedding_clipping: ClippingRule = PAPER_EMBEDDING
     residual_clipping: ClippingRule = PAPER_RESIDUAL
     embedding_share: float | None = 0.5
+    keeps_residual_noise: bool = field(default=False, repr=False)  # states have it beside the representation
 
     def __post_init__(self) -> None:
         _check_subspace("GEP", self.subspace)

@@ -116,6 +116,19 @@ class NoRelease(SimpleCurve):
         return 0.0
 
 
+class NoPromise(SimpleCurve):
+    """The curve of releases of which no bound is known: anything may be revealed."""
+
+    def delta(self, epsilon: float) -> Bracket[float]:
+        return Bracket(1.0, 1.0)
+
+    def epsilon(self, delta: float) -> Bracket[float]:
+        return Bracket(np.inf, np.inf)
+
+    def epsilon_high(self, delta: float) -> float:
+        return np.inf
+
+
 class ClosedFormCurve(SimpleCurve):
     """The curve of a single pair: its hockey stick is a difference of two tails, the bounds differ by rounding.
 

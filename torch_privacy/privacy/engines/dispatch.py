@@ -35,7 +35,7 @@ from .combine import (
     StepwiseBounds,
     SumOfParts,
 )
-from .curve import ClosedFormCurve, Curve, NoRelease
+from .curve import ClosedFormCurve, Curve, NoPromise, NoRelease
 from .fft import LatticeEngine
 from .heavy_tail import HeavyTailCurve, TruncatedLatticeCurve, add_curve
 from .merged import MergedEngine, SharpenedCurve
@@ -55,9 +55,12 @@ def curves(steps: Sequence[tuple[DominatingPair | PairBounds, int]], method: str
         return (NoRelease(),)
     if not any(isinstance(pair, PairBounds) for pair, _ in steps):
         return _curves(steps, method)  # pyright: ignore[reportArgumentType]
-    upper = [(pair.upper if isinstance(pair, PairBounds) else pair, count) for pair, count in steps]
     lower = [curve for realizable in _realizable(steps) for curve in _curves(realizable, method)]
-    return (Envelope([_adaptive(curve, steps, method) for curve in _curves(upper, method)], lower),)
+    upper = [(pair.upper if isinstance(pair, PairBounds) else pair, count) for pair, count in steps]
+    known = [(pair, count) for pair, count in upper if pair is not None]
+    if len(known) < len(upper):
+        return (Envelope([NoPromise()], lower),)
+    return (Envelope([_adaptive(curve, steps, method) for curve in _curves(known, method)], lower),)
 
 
 def _adaptive(curve: Curve, steps: Sequence[tuple[DominatingPair | PairBounds, int]], method: str) -> Curve:

@@ -5,14 +5,26 @@ from dataclasses import dataclass
 
 from ...support.units import ONE_EXAMPLE, check_unit
 from ...support.validate import whole
+from ..pairs.base import DominatingPair, PairBounds
 from ..pairs.mixture import SubsampledMixturePair
 from .base import Event, NeighboringRelation, check_noise, check_removal, priced
 from .gaussian import check_probability
 
 MOST = 10_000_000  # projections; beyond, the estimate is as good as exact and floating point no better
+LEAST_PRICED = 0.05  # noise multiplier; with less, only bounds are known
 
 
-@priced(lambda event: SubsampledMixturePair(event.num_projections, event.noise_multiplier, event.sampling_probability))
+def _pair(event: "SubsampledJL") -> DominatingPair | PairBounds:
+    """Returns the pair; with less noise than is priced, only that it costs more than with the least that is.
+
+    More noise can be added afterwards, which makes (a Z, a x + more noise) of an outcome (Z, x), with a < 1.
+    """
+    noise = max(event.noise_multiplier, LEAST_PRICED)
+    exact = SubsampledMixturePair(event.num_projections, noise, event.sampling_probability)
+    return exact if noise == event.noise_multiplier else PairBounds(None, (exact,))
+
+
+@priced(_pair)
 @dataclass(frozen=True, repr=False)
 class SubsampledJL(Event):
     """One noisy sum over a Poisson sample, clipped by norms estimated from r random projections (DP-SGD-JL).
@@ -23,7 +35,8 @@ class SubsampledJL(Event):
     projections this event dominates ε; with one projection ε is above 10^11 in the published settings.
 
     Args:
-        noise_multiplier: σ, standard deviation of the noise divided by the clip norm, in [0.05, 1e6].
+        noise_multiplier: σ, standard deviation of the noise divided by the clip norm. Below 0.05 the upper bound on ε
+            is infinite, and the lower one that of 0.05: for studies of training on data that need no protection.
         num_projections: r, at least 1.
         sampling_probability: q, chance that an example joins the sample, in (0, 1].
 
@@ -52,8 +65,6 @@ class SubsampledJL(Event):
         check_noise(where, self.noise_multiplier)
         check_unit(where, unit=self.unit)
         check_removal(where, self.neighboring_relation)
-        if self.noise_multiplier < 0.05:
-            raise ValueError(f"{where}: noise_multiplier={self.noise_multiplier!r} must be at least 0.05 to be priced.")
         check_probability(where, self.sampling_probability)
         whole(where, at_least=1, num_projections=self.num_projections)
         if self.num_projections > MOST:

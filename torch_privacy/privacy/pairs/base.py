@@ -164,12 +164,12 @@ class PairBounds:
     """Bounds on an event without a known exact pair: one pair that dominates it, and pairs that it dominates.
 
     Args:
-        upper: a pair that dominates the event in both directions.
+        upper: a pair that dominates the event in both directions; None if none is known, so that nothing is promised.
         lower: pairs that some neighboring data sets attain; may be empty.
         family: pairs, one of which dominates the event whatever the examples are; may be empty. Several releases then
             cost less than with ``upper``.
     """
 
-    upper: DominatingPair
+    upper: DominatingPair | None
     lower: tuple[DominatingPair, ...] = ()
     family: tuple[DominatingPair, ...] = ()

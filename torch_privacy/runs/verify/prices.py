@@ -9,9 +9,19 @@ from math import inf, isfinite
 from typing import Any
 
 from torch_privacy import privacy
-from torch_privacy.privacy.summary import FALSE_POSITIVE_RATES, Releases
+from torch_privacy.privacy.summary import FALSE_POSITIVE_RATES, Releases, limit_of, moments_or_none, releases_as_json
 from torch_privacy.runs.verify.evidence import Evidence
-from torch_privacy.runs.verify.finding import Finding, agrees, bracketed, contradiction, differs, equal, gap, unchecked
+from torch_privacy.runs.verify.finding import (
+    Finding,
+    agrees,
+    bracketed,
+    contradiction,
+    differs,
+    equal,
+    gap,
+    is_close,
+    unchecked,
+)
 
 ENGINES = ("contour", "lattice")
 WITNESS = "dp-accounting"
@@ -104,7 +114,7 @@ def _witness(releases: tuple[tuple[privacy.Event, int], ...], delta: float) -> f
     except ImportError:
         return "it is not installed: pip install dp-accounting"
     except Exception as error:  # any error of another library
-        return f"it has no price for them ({' '.join(str(error).split())[:120] or type(error).__name__})"
+        return f"it has no price for them ({' '.join(str(error).split())[:300] or type(error).__name__})"
 
 
 def _attacker(stated: dict[str, Any], profile: privacy.Profile) -> Iterator[Finding]:
@@ -148,6 +158,26 @@ def _results(stated: dict[str, Any], profile: privacy.Profile, statement: dict[s
     if "attacker" in statement and "mu" in stated["attacker"]:
         same = "results.json: mu and rates"
         yield equal(same, stated["attacker"], statement["attacker"], "the statement")
+    yield from _others(stated, profile, delta)
+
+
+def _others(stated: dict[str, Any], profile: privacy.Profile, delta: float) -> Iterator[Finding]:
+    """Yields whether results.json has the sampling of the releases, and the epsilons that other accountants find."""
+    again = {"sampler": profile.sampler, **releases_as_json(profile.events)}
+    for name in ("sampler", "noise_multiplier", "sampling_probability", "num_steps"):
+        if name in stated:
+            yield equal(f"results.json: {name}, priced", stated[name], again.get(name), "the list of releases")
+    limit, moments = limit_of(profile.events), moments_or_none(profile.events, delta)
+    known = {
+        ("clt", "epsilon"): None if limit is None else limit.epsilon(delta),
+        ("clt", "mu"): None if limit is None else limit.mu,
+        ("moments_accountant", "epsilon"): moments,
+    }
+    for (kind, name), found in known.items():
+        number, subject = stated.get(kind, {}).get(name), f"results.json: {name} of {kind}"
+        if number is not None and found is not None:
+            shown = f"{number:.6g}; {gap(number, found)}"
+            yield agrees(subject, shown) if is_close(number, found) else differs(subject, shown)
 
 
 def _limits(statement: dict[str, Any], profile: privacy.Profile, delta: float) -> Iterator[Finding]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 from torch_privacy import privacy
 from torch_privacy.privacy.compose import relation_of
 from torch_privacy.privacy.spent import ALWAYS_PUBLIC, CHOICE_OF_SETTINGS, NEVER_COVERED
 from torch_privacy.runs.verify.evidence import Evidence, lacking, total
-from torch_privacy.runs.verify.finding import Finding, agrees, differs, equal, is_same, unchecked
+from torch_privacy.runs.verify.finding import ROUNDED, Finding, agrees, differs, equal, is_same, unchecked
 from torch_privacy.support.units import ONE_EXAMPLE
 
 NAMES = {  # of settings -> of the statement
@@ -34,6 +35,7 @@ def findings(evidence: Evidence) -> Iterator[Finding]:
     """Yields whether statement, ledger, results and settings speak of the same releases."""
     yield from _releases(evidence)
     yield from _size(evidence.statement)
+    yield from _data_budget(evidence)
     yield from _relation(evidence)
     yield from _words(evidence)
     yield from _privacy(evidence)
@@ -83,8 +85,9 @@ def _steps(evidence: Evidence) -> Iterator[Finding]:
         yield agrees(subject, f"{steps} steps, {prior} prior releases{more}")
     if steps > planned:
         yield differs("steps made", f"{steps}, and {planned} were planned")
-    must_price_all = not (statement.get("stop") or {}).get("independent_of_data") and not statement.get("budget")
-    if must_price_all and statement["target_epsilon"] is None and total(evidence.priced) < prior + planned:
+    stop = statement.get("stop") or {}
+    is_declared = stop.get("independent_of_data") and stop.get("reason")
+    if not is_declared and total(evidence.priced) < prior + planned and not _is_spent(evidence):
         detail = f"{total(evidence.priced)} of {prior + planned}, and the stop was not declared"
         yield differs("all planned steps are priced", detail)
     subject = "noise and sampling of each step"
@@ -94,9 +97,27 @@ def _steps(evidence: Evidence) -> Iterator[Finding]:
     if wrong:
         yield differs(subject, f"{wrong} releases have other noise or another sampling probability than is stated")
     elif unknown:
-        yield unchecked(subject, f"{unknown} releases have no single noise multiplier, or the noise has a schedule")
+        yield unchecked(
+            subject, f"{unknown} releases have no single noise multiplier, or noise or batches have a schedule"
+        )
     else:
         yield agrees(subject, f"noise multiplier {statement['noise_multiplier']:.6g}")
+
+
+def _is_spent(evidence: Evidence) -> bool:
+    """True if a further step would exceed the target or the budget of the run, which ends a training at any step."""
+    statement = evidence.statement
+    if "data_budget" in statement:
+        return False  # all steps are reserved
+    limits = [(statement["target_epsilon"], statement["delta"])]
+    limits += [(budget["epsilon"], budget["delta"])] if (budget := statement.get("budget")) else []
+    return any(
+        privacy.compose([*evidence.priced, (event, 1)]).epsilon_high(delta) > epsilon * (1 - ROUNDED)
+        for epsilon, delta in limits
+        if epsilon is not None and delta is not None
+        for event, _ in _without_prior(evidence)
+        if not isinstance(event, privacy.LaterBatch)
+    )
 
 
 def _without_prior(evidence: Evidence) -> list[tuple[privacy.Event, int]]:
@@ -111,7 +132,7 @@ def _fits(event: privacy.Event, statement: dict[str, Any]) -> bool | None:
     """True if a release has the stated noise and sampling probability; None if it has no such numbers."""
     rule, stated, q = statement["clipping"]["rule"], statement["noise_multiplier"], statement["sampling_probability"]
     one: Any = event.epoch if isinstance(event, privacy.LaterBatch) else event
-    if not isinstance(event, PLAIN + IN_BINS) or "noise_schedule" in statement:
+    if not isinstance(event, PLAIN + IN_BINS) or statement.keys() & {"noise_schedule", "size_schedule"}:
         return None
     probability = 1 / one.num_bins if isinstance(event, IN_BINS) else one.sampling_probability
     noises = [stated, stated / math.sqrt(2)] if "GEP" in rule else [stated]  # two sums in one release
@@ -131,6 +152,30 @@ def _size(statement: dict[str, Any]) -> Iterator[Finding]:
             f"{statement['delta']:g}, and 1/n is {1 / count:.3g}",
         )
         yield differs(subject, most) if statement["delta"] >= 1 / count else agrees(subject, most)
+    if (factors := statement.get("noise_factor")) is not None:
+        subject, made = "noise covers its rounding", factors["made"]
+        needed = math.prod(value for name, value in factors.items() if name != "made")
+        shown = f"a factor of {made:.8g}; needed is {needed:.8g}"
+        yield differs(subject, shown) if made < needed * (1 - ROUNDED) else agrees(subject, shown)
+
+
+def _data_budget(evidence: Evidence) -> Iterator[Finding]:
+    """Yields whether the budget of the data can be what is stated of it, given what this run has spent."""
+    statement, subject = evidence.statement, "budget of the data"
+    if (stated := statement.get("data_budget")) is None:
+        return
+    of_run, unit = statement.get("budget") or stated, evidence.made[0][0].unit if evidence.made else None
+    spent, drawn = privacy.compose(evidence.priced).epsilon(stated["delta"]), stated["epsilon_drawn"]
+    wrong = {
+        "it is not the budget of the run": any(stated[name] != of_run[name] for name in ("epsilon", "delta")),
+        f"drawn is {drawn:.6g}, and this run alone spent at least {spent.low:.6g}": drawn < spent.low * (1 - ROUNDED),
+        "more is drawn than it has": drawn > stated["epsilon"] * (1 + ROUNDED),
+        "more runs have not ended than there are": stated.get("num_unsettled", 0) > stated.get("num_runs", inf),
+        "it is of another unit": unit is not None and stated.get("unit", unit) != unit,
+    }
+    found = [reason for reason, is_wrong in wrong.items() if is_wrong]
+    shown = f"at most {drawn:.6g} of {stated['epsilon']:g} drawn; this run alone: at most {spent.high:.6g}"
+    yield differs(subject, "; ".join(found)) if found else agrees(subject, shown)
 
 
 def _relation(evidence: Evidence) -> Iterator[Finding]:
@@ -199,7 +244,8 @@ def _results(evidence: Evidence) -> Iterator[Finding]:
     from torch_privacy.privacy.summary import releases_from_json
 
     priced = releases_from_json(results["privacy"])
-    if "releases_priced" in statement or total(priced) == total(evidence.made):
+    is_of_today = "releases_priced" in statement or "attacker" in statement
+    if is_of_today or total(priced) == total(evidence.made):
         yield _same_releases("results.json: releases", priced, evidence.priced, "the statement")
     elif missing := lacking(priced, evidence.made):
         yield differs("results.json: releases", f"lacks {missing.total()} of those in the statement")
@@ -220,6 +266,8 @@ def _settings(settings: dict[str, Any], evidence: Evidence) -> Iterator[Finding]
         if settings.get(name) is not None or (name in settings and statement.get(of_statement) is not None):
             yield equal(f"settings.json: {name}", settings[name], statement.get(of_statement), "the statement")
     fixed = settings.get("fixed", {})
+    if isinstance(rule := fixed.get("clipping"), str):
+        yield from _rule(rule, statement["clipping"])
     others = [name for name in fixed if name in settings and name in NAMES and not is_same(fixed[name], settings[name])]
     if others:
         yield differs("settings.json: fixed settings", f"{', '.join(others)} differ within the file")
@@ -231,6 +279,13 @@ def _settings(settings: dict[str, Any], evidence: Evidence) -> Iterator[Finding]
         ours = {name: value for name, value in settings.items() if name != "experiment"}
         yield equal("settings.json: those of the statement", ours, run["settings"], "the statement")
         yield equal("settings.json: experiment", settings.get("experiment"), run.get("experiment"), "the statement")
+
+
+def _rule(text: str, stated: dict[str, Any]) -> Iterator[Finding]:
+    """Yields whether the clipping rule is that of the settings, of which they have the text."""
+    if text.startswith("Flat("):  # other rules have several norms, or change theirs
+        found = f"{stated['rule']}(clip_norm={float(stated.get('clip_norm', 0))})"
+        yield equal("settings.json: clipping", text, found, "the statement")
 
 
 def _target(target: float | None, epsilon: dict[str, Any] | None) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -170,7 +170,7 @@ def _trained(encoder: Encoder, encoded: Encoded, seed: int) -> Any:
 def _privately(encoder: Encoder, encoded: Encoded, run: Run, seed: int) -> Any:
     """Returns a model that is trained with the run's epsilon, the learning of the schema included."""
     settings = run.settings
-    found = defaults(run.num_units, settings.epsilon, settings.delta)
+    found = defaults(run.source.num_units, settings.epsilon, settings.delta)
     with random_state.seeded(seed):
         model = new_model(encoder.schema).float()
     optimizer = found.new_optimizer(model)
@@ -178,7 +178,7 @@ def _privately(encoder: Encoder, encoded: Encoded, run: Run, seed: int) -> Any:
     training = PrivateTraining(
         model,
         optimizer,
-        Examples(encoded.dataset(), **run.of_owners),
+        Examples(encoded.dataset(), **run.source.of_owners),
         expected_batch_size=found.expected_batch_size,
         num_steps=found.num_steps,
         sampling=Poisson(),
@@ -204,23 +204,14 @@ def audit(run: Run, count: int, *, significance: float = 0.05) -> Audit:
     if run.settings.generator == "network":
         return _audit_of_network(run, canaries, significance)
     is_in = rng.random(count) < 0.5
-    codes = np.concatenate([run.codes, canaries[is_in]])
-    releases = run.plan.releases(run.scale)
-    made = Marginals(
-        run.settings.generator,
-        codes,
-        np.zeros((len(codes), len(grid.numeric)), bool),
-        grid.sizes,
-        releases,
-        secrets.token_bytes(32),
-        rows=run.settings.per_owner or 1,
-        total=None if run.settings.per_owner else run.num_units + count,  # who is out counts, too, and adds nothing
-        target=run.target,
-    )
-    for _ in releases:
+    codes, public = np.concatenate([run.codes, canaries[is_in]]), run.public
+    if public.total is not None:
+        public = replace(public, total=public.total + count)  # who is out counts, too, and adds nothing
+    made = Marginals(codes, np.zeros((len(codes), public.num_numeric), bool), public, secrets.token_bytes(32))
+    for _ in public.releases:
         made.make()
-    scores = made.scores(canaries, run.codes)
-    profile = privacy.compose(plan.counted(releases))
+    scores = made.released.scores(canaries, run.codes)
+    profile = privacy.compose(plan.counted(public.releases))
     return audit_scores(
         scores[is_in], scores[~is_in], profile, significance=significance, delta=run.settings.delta, notes=[OF_OWNER]
     )

@@ -45,6 +45,7 @@ def render(
     delta: float,
     found: Judgement,
     audited: Mapping[str, Any] | None,
+    budget: Mapping[str, Any] | None = None,
 ) -> str:
     """Returns the page.
 
@@ -56,6 +57,7 @@ def render(
         delta: at which epsilon is shown.
         found: the comparison with real rows.
         audited: what ``Audit.as_json`` returned, if there was an audit.
+        budget: that of the data, as in statements, if the run draws from one.
     """
     epsilon, right = round_up(profile.epsilon_high(delta)), 50 * (1 + min(1.0, float(profile.advantage().high)))
     pairs = list(found.two_way.values())
@@ -73,6 +75,7 @@ def render(
         '<div class="big">' + "".join(f"<div><b>{figure}</b>{caption}</div>" for figure, caption in big) + "</div>",
         "<h2>What is protected</h2>",
         html.paragraphs([f"Protected is {unit}: whether it was used at all, and everything it says.", ROWS]),
+        "" if budget is None else html.paragraphs([_drawn(budget)]),
         *_scores(found),
         "<h2>How like are the rows?</h2>",
         html.paragraphs(
@@ -92,6 +95,13 @@ def render(
         "" if audited is None else audit_section.section(dict(audited)),
     ]
     return html.page(f"Synthetic rows of {name}, by {generator}", "\n".join(parts))
+
+
+def _drawn(budget: Mapping[str, Any]) -> str:
+    return (
+        f"All runs on these data together may spend epsilon {budget['epsilon']:g} at delta = {budget['delta']:g}: "
+        f"{budget['num_runs']} draw at most {round_up(budget['epsilon_drawn'])}, this one included."
+    )
 
 
 def _scores(found: Judgement) -> list[str]:

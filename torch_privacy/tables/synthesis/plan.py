@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ... import privacy
@@ -83,7 +84,7 @@ def planned(generator: str, num_columns: int, unit: str, scale: float) -> list[R
     return [marginals("one-way", one), *[choice, marginals("chosen", measure / rounds)] * rounds]
 
 
-def counted(releases: list[Release]) -> Counted:
+def counted(releases: Sequence[Release]) -> Counted:
     """Returns the events with how often each is released."""
     found: dict[privacy.Event, int] = {}
     for release in releases:

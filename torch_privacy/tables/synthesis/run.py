@@ -11,33 +11,28 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ... import privacy
 from ...privacy.budget_file import new_run
 from ...runs import checkpoint
 from ...runs.folder import RunFolder
-from ...support.units import plural
-from ...support.validate import Refused, strictly_between
+from ...support.validate import Refused
 from ...training.bound_data import reserve
 from ..extra import needed
-from ..learn import TableError, capped, learn
 from ..read import rows_of
 from ..schema import Schema
-from ..split import owner_codes
 from .cells import Grid
 from .marginals import Marginals
 from .network import order_of
 from .network_training import STEPS_BETWEEN, NetworkTraining
-from .plan import WHERE, Plan, Settings
+from .plan import Plan, Settings
+from .released import Public
+from .source import Source
 from .statement import of_marginals, with_generator
 from .synthesizer import Synthesizer
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-FEWEST = 200  # rows or persons, below which noise is all that is left
-MOST_VALUES = 1000  # of one column
 EXPERIMENT = "synthetic table"  # in the settings of the run folder
 
 
@@ -67,38 +62,14 @@ class Run:
         written: Mapping[str, Any] | None = None,
     ):
         self.folder, self.settings = RunFolder(Path(path)), settings
-        self._frame, self._declared, self._owners, self._budget = frame, schema, owners, budget
+        self.source, self._budget = Source(frame, schema, settings, owners, of_budget), budget
+        self.source.check()
         self._written = {"experiment": EXPERIMENT, **(written or asdict(settings))}
-        if (owners is None) != (settings.per_owner is None):
-            raise ValueError(
-                f"{WHERE}: owners and per_owner belong together: the person of each row, and how many rows."
-            )
-        self.num_units = len(frame) if owners is None else len(owner_codes(owners, len(frame), WHERE)[1])
-        self._of_budget = of_budget or (frame, None if owners is None else self.num_units)
-        self.plan = Plan(settings, schema, self.num_units)
-        self._check()
-        self.notes: list[str] = []
+        self.plan = Plan(settings, schema, self.source.num_units)
         self._marginals: Marginals | None = None
         self._network: NetworkTraining | None = None
         self._ledger: privacy.Ledger | None = None
         self._state: dict[str, Any] = {}
-
-    def _check(self) -> None:
-        n, settings = self.num_units, self.settings
-        what = "rows" if self._owners is None else plural(settings.unit)
-        if n < FEWEST:
-            raise ValueError(
-                f"{WHERE}: {n} {what} to learn from are too few: with fewer than {FEWEST} hardly anything but noise "
-                "would be left."
-            )
-        strictly_between(WHERE, 0, 1 / n, delta=settings.delta, hint=f"It must be below 1/n for these {n:,} {what}.")
-        self._declared.check_frame(self._frame, "the table")
-        for column in self._declared.columns:
-            if (number := len(column.categories or ())) > MOST_VALUES:
-                raise ValueError(
-                    f"{WHERE}: the column {column.name!r} has {number:,} categories in the schema, for {n:,} {what}; "
-                    f'at most {MOST_VALUES:,} are synthesized. Give it kind = "ignored".'
-                )
 
     # What the run is made of, after the first step
 
@@ -133,12 +104,24 @@ class Run:
         return [privacy.Release(privacy.event_from_dict(event), fingerprint) for event, fingerprint in both]
 
     @property
-    def of_owners(self) -> dict[str, Any]:
-        """Returns arguments of `Examples`, where persons are protected."""
-        if self._owners is None:
-            return {}
-        owners = np.asarray(self._owners)
-        return {"owners": owners, "per_owner": self.settings.per_owner, "owner_name": self.settings.unit}
+    def notes(self) -> list[str]:
+        """Returns what a reader should know of the columns."""
+        lost = [c for c in self.grid.schema.columns if c.kind == "ignored" and c.reason != "left out by the command"]
+        notes = [note for note in self._state["released"]["notes"] if "is ignored" not in note]
+        return notes + [f"The synthetic table lacks {c.name!r}: {c.reason or 'the schema ignores it'}." for c in lost]
+
+    @property
+    def public(self) -> Public:
+        """Returns what is public of the marginals."""
+        return Public(
+            generator=self.settings.generator,
+            sizes=tuple(self.grid.sizes),
+            num_numeric=len(self.grid.numeric),
+            releases=self.plan.releases(self.scale),
+            rows=self.settings.per_owner or 1,
+            total=self.source.num_units if self.settings.per_owner is None else None,
+            target=self.target,
+        )
 
     # The run
 
@@ -167,10 +150,10 @@ class Run:
             self._ledger = privacy.Ledger(self.folder.ledger, run=run)
             self._state = {
                 "settings": asdict(self.settings),
-                "digest": self._digest(),
+                "digest": self.source.digest(),
                 "key": secrets.token_bytes(32).hex(),
                 "scale": scale,
-                "released": self._learnt(self._ledger),
+                "released": self.source.learn(self._ledger),
                 "made": [],
                 "network": None,
             }
@@ -186,39 +169,10 @@ class Run:
 
     def _reserve(self, scale: float, run: str) -> Any:
         assert self._budget is not None
-        frame, num_owners = self._of_budget
+        frame, num_owners = self.source.whole
         what = f"synthetic rows in {self.folder.path.absolute()}"
         releases, rows, ledger = self._all_planned(scale), rows_of(frame), self.folder.ledger
         return reserve(self._budget, releases, what, rows, num_owners=num_owners, run=run, ledger=ledger)
-
-    def _learnt(self, ledger: privacy.Ledger) -> dict[str, Any]:
-        """Learns what the schema leaves open; each release is in the ledger before it is used."""
-        schema, settings, share = self._declared, self.settings, self.settings.learning_share
-        if schema.is_complete:
-            return {"schema": schema.to_toml(), "events": [], "fingerprints": [], "notes": []}
-
-        def event_of(release: privacy.Release) -> privacy.Event:
-            return replace(release.event, unit=settings.unit)  # type: ignore[call-arg]
-
-        try:
-            learnt = learn(
-                self._frame,
-                schema,
-                epsilon=share * settings.epsilon,
-                delta=share * settings.delta,
-                owners=self._owners,
-                per_owner=settings.per_owner or 1,
-                record=lambda release: ledger.record(event_of(release), len(ledger), release.fingerprint),
-            )
-        except TableError as error:
-            spent = ledger.profile().epsilon_high(settings.delta) if len(ledger) else 0.0
-            raise ValueError(f"{str(error).rstrip('.')}. To learn this has cost epsilon {spent:.3f}.") from None
-        return {
-            "schema": learnt.schema.to_toml(),
-            "events": [privacy.event_to_dict(event_of(release)) for release in learnt.releases],
-            "fingerprints": [release.fingerprint for release in learnt.releases],
-            "notes": [note.replace("are imputed", "stay missing") for note in learnt.notes],
-        }
 
     def _resume(self) -> None:
         self.folder.lock()
@@ -226,7 +180,7 @@ class Run:
             state = checkpoint.load(self.folder.checkpoint)
             if state.get("settings") != asdict(self.settings):
                 raise Refused(f"{self.folder.path}: was begun with other settings. Give those, or name another folder.")
-            if state["digest"] != self._digest():
+            if state["digest"] != self.source.digest():
                 raise Refused(f"{self.folder.path}: the table was changed since the run began. Restore it.")
             self._state, self._ledger = state, privacy.Ledger.load(self.folder.ledger)
             self._prepare()
@@ -236,33 +190,14 @@ class Run:
 
     def _prepare(self) -> None:
         """Encodes the rows by the completed schema, and takes up what was made already."""
-        state, settings = self._state, self.settings
-        self.grid = grid = Grid(Schema.from_toml(state["released"]["schema"]))
-        lost = [c for c in grid.schema.columns if c.kind == "ignored" and c.reason != "left out by the command"]
-        self.notes = [note for note in state["released"]["notes"] if "is ignored" not in note]
-        self.notes += [f"The synthetic table lacks {c.name!r}: {c.reason or 'the schema ignores it'}." for c in lost]
-        rows = np.arange(len(self._frame))
-        if self._owners is not None and settings.generator != "network":  # its training chooses rows in each step
-            rows = capped(
-                self._owners, settings.per_owner or 1, len(rows), int.from_bytes(self._derived("owners")[:16])
-            )
-        used = self._frame.iloc[rows]
-        self.codes = grid.encode(used)
-        if settings.generator == "network":
+        self.grid = grid = Grid(Schema.from_toml(self._state["released"]["schema"]))
+        if self.settings.generator == "network":  # its training chooses rows of each person in each step
+            self.codes = grid.encode(self.source.frame)
             self._prepare_network()
             return
-        self._marginals = Marginals(
-            settings.generator,
-            self.codes,
-            grid.fractions(used),
-            grid.sizes,
-            self.plan.releases(self.scale),
-            bytes.fromhex(state["key"]),
-            rows=settings.per_owner or 1,
-            total=self.num_units if self._owners is None else None,
-            target=self.target,
-            made=state["made"],
-        )
+        used = self.source.used(int.from_bytes(self._derived("owners")[:16]))
+        self.codes, key = grid.encode(used), bytes.fromhex(self._state["key"])
+        self._marginals = Marginals(self.codes, grid.fractions(used), self.public, key, self._state["made"])
 
     def _prepare_network(self) -> None:
         assert self._ledger is not None
@@ -288,7 +223,7 @@ class Run:
         assert marginals is not None
         assert ledger is not None
         releases, before = self.plan.releases(self.scale), len(self._state["released"]["events"])
-        for number in range(len(marginals.made), len(releases)):
+        for number in range(len(self._state["made"]), len(releases)):
             # noise is a function of key and number; a choice that was lost with its process is made anew, unseen
             ledger.record(releases[number].event, before + number, self._derived(f"release {number}").hex())
             self._state["made"] = [*self._state["made"], marginals.make()]
@@ -316,15 +251,19 @@ class Run:
             return Synthesizer(self.grid, self._network.model, tuple(names))  # bounds are public
         assert self._marginals is not None
         numbers = [self.grid.names[place] for place in self.grid.numeric]
-        both = zip(numbers, self._marginals.fractional, strict=True)
-        return Synthesizer(
-            self.grid, self._marginals.chain(), tuple(name for name, is_fraction in both if not is_fraction)
-        )
+        released = self._marginals.released
+        both = zip(numbers, released.fractional, strict=True)
+        return Synthesizer(self.grid, released.chain(), tuple(name for name, is_fraction in both if not is_fraction))
 
     def profile(self) -> privacy.Profile:
         """Returns the price of all releases."""
         assert self._ledger is not None
         return self._ledger.profile()
+
+    @property
+    def data_budget(self) -> dict[str, Any]:
+        """Returns the budget of the data and what is drawn from it, as statements have it; nothing without one."""
+        return {} if self._budget is None else {"data_budget": self._budget.state.as_json()}
 
     def finish(self) -> Synthesizer:
         """Writes the generator and its privacy statement, and deletes the secret checkpoint."""
@@ -355,8 +294,3 @@ class Run:
 
     def _derived(self, purpose: str) -> bytes:
         return hmac.new(bytes.fromhex(self._state["key"]), purpose.encode(), hashlib.sha256).digest()
-
-    def _digest(self) -> str:
-        """Returns a digest of the table, which is as secret as the table."""
-        hashes = needed("pandas").util.hash_pandas_object(self._frame.astype(str), index=False).to_numpy()
-        return hashlib.sha256(repr(list(self._frame.columns)).encode() + hashes.tobytes()).hexdigest()

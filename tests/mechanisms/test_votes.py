@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noisy answers: how many are given, that their price covers every outcome, and who learns from them."""
+"""Noisy answers: how many are given, that their price covers every outcome, and that one example has one teacher."""
 
 import math
 
@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+import torch_privacy as tp
 from torch_privacy import privacy
+from torch_privacy.mechanisms.votes import GNMax
 from torch_privacy.privacy import compose
 from torch_privacy.privacy.events import pate
-from torch_privacy_papers.yu2021 import kernels
-from torch_privacy_papers.yu2021.gnmax import GNMax
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_answers_are_as_noisy_as_they_say():
 
 
 def test_price_of_votes_is_that_of_the_tests_and_answers():
-    votes = torch.tensor([[84.0, 83.0, 83.0]]).repeat(50, 1)  # nobody agrees: as dear as any votes
+    votes = torch.tensor([[84.0, 83.0, 83.0]]).repeat(50, 1)  # no class leads: as dear as any votes
     mechanism = GNMax(10, 30.0, tests=50, threshold=84.0, test_noise_stddev=50.0)
     answers = mechanism.released(votes)
     assert 0 < len(answers.queries) <= 10
@@ -67,33 +67,31 @@ def test_price_of_votes_is_that_of_the_tests_and_answers():
     assert 0.8 * anyway < spent <= anyway * (1 + 1e-9)
 
 
-def test_ridge_solves_its_equations_in_double_precision():
-    x, y = torch.randn(40, 3, dtype=torch.float64), torch.randint(3, (40,))
-    ridge = kernels.Ridge.fitted(x, y, 1.5, classes=3)
-    kernel = torch.exp(-(x[:, None] - x).square().sum(2) / 1.5**2)
-    targets = torch.eye(3, dtype=torch.float64)[y] - 1 / 3
-    torch.testing.assert_close((kernel + kernels.RIDGE * torch.eye(40)) @ ridge.weights, targets)
-    assert torch.equal(ridge.predicted(x), (kernel @ ridge.weights).argmax(1))
+def test_an_example_has_a_teacher_of_its_own_whatever_the_others_are():
+    examples = torch.randn(2000, 3)
+    teachers = tp.teachers_of(examples, 50, seed=3)
+    assert torch.equal(tp.teachers_of(examples[7:], 50, seed=3), teachers[7:])
+    assert not torch.equal(tp.teachers_of(examples, 50, seed=4), teachers)
+    assert torch.equal(tp.teachers_of(examples.numpy(), 50, seed=3), teachers)
+    counts = torch.bincount(teachers, minlength=50)
+    assert (counts - 40).abs().max() < 6 * 40**0.5
+    assert tp.teachers_of(["a", "b"], 1).tolist() == [0, 0]
 
 
-def test_labels_spread_within_clusters_and_a_wrong_one_stays_alone():
-    centers = torch.tensor([[0.0, 0.0], [9.0, 0.0], [0.0, 9.0]])
-    truth = torch.arange(90) % 3
-    points = centers[truth] + torch.randn(90, 2)
-    graph = kernels.neighborhood(points)
-    difference = graph - graph.T
-    assert abs(difference).max() < 1e-6
-    largest = np.linalg.eigvalsh(graph.toarray())[-1]
-    assert largest == pytest.approx(1, abs=1e-5)
-    known = torch.arange(12)
-    labels = truth[known].clone()
-    labels[0] = 1
-    assert torch.equal(kernels.spread(graph, known, labels, classes=3)[1:], truth[1:])
-
-
-def test_principal_directions_are_those_of_the_singular_values():
-    points = torch.randn(200, 6) * torch.tensor([5.0, 4.0, 3.0, 0.1, 0.1, 0.1]) + 2
-    mean, directions = kernels.principal(points, 3)
-    exact = torch.linalg.svd(points - mean, full_matrices=False).Vh[:3]
-    torch.testing.assert_close((exact @ directions).abs(), torch.eye(3), atol=1e-2, rtol=0)
-    assert torch.equal(directions, kernels.principal(points, 3)[1])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: GNMax(0, 1.0), "answers=0"),
+        (lambda: GNMax(5, 0.0), "noise_stddev=0.0"),
+        (lambda: GNMax(5, 1.0, tests=9), "test_noise_stddev=0.0"),
+        (lambda: GNMax.within(1.0, 1e-5, 5, tests=9, share=1.0), "share=1.0"),
+        (lambda: tp.teachers_of([1], 0), "num_teachers=0"),
+        (lambda: GNMax(5, 1.0).released(torch.rand(5, 3)), r"votes of shape \(5, 3\) must be whole numbers"),
+        (lambda: GNMax(5, 1.0).released(torch.ones(5)), r"votes of shape \(5,\)"),
+        (lambda: GNMax(5, 1.0).released(-torch.ones(5, 3)), "from 0"),
+        (lambda: GNMax(5, 1.0).released(torch.full((5, 3), torch.nan)), "from 0"),
+    ],
+)
+def test_settings_and_votes_without_a_price_are_refused(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds the rows that a generator learns from, checks them, and learns privately what their schema leaves open."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ... import privacy
+from ...support.units import plural
+from ...support.validate import strictly_between
+from ..extra import needed
+from ..learn import TableError, capped, learn
+from ..schema import Schema
+from ..split import owner_codes
+from .plan import WHERE, Settings
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+FEWEST = 200  # rows or persons, below which noise is all that is left
+MOST_VALUES = 1000  # of one column
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows to learn from, what is public of them, and the person of each row, if persons are protected.
+
+    ``of_budget`` are the rows that the data's budget belongs to and the number of their owners, if these are more.
+    """
+
+    frame: DataFrame
+    schema: Schema
+    settings: Settings
+    owners: Any = None
+    of_budget: tuple[DataFrame, int | None] | None = None
+
+    @property
+    def whole(self) -> tuple[DataFrame, int | None]:
+        """Returns the rows that a budget belongs to, and the number of their owners."""
+        return self.of_budget or (self.frame, None if self.owners is None else self.num_units)
+
+    @cached_property
+    def num_units(self) -> int:
+        """Returns the number of rows, or of persons where these are protected."""
+        return len(self.frame) if self.owners is None else len(owner_codes(self.owners, len(self.frame), WHERE)[1])
+
+    @property
+    def of_owners(self) -> dict[str, Any]:
+        """Returns arguments of `Examples`, where persons are protected."""
+        if self.owners is None:
+            return {}
+        return {
+            "owners": np.asarray(self.owners),
+            "per_owner": self.settings.per_owner,
+            "owner_name": self.settings.unit,
+        }
+
+    def check(self) -> None:
+        """Refuses what cannot become a generator, from public facts and from the schema alone."""
+        if (self.owners is None) != (self.settings.per_owner is None):
+            raise ValueError(
+                f"{WHERE}: owners and per_owner belong together: the person of each row, and how many rows."
+            )
+        n, delta = self.num_units, self.settings.delta
+        what = "rows" if self.owners is None else plural(self.settings.unit)
+        if n < FEWEST:
+            raise ValueError(
+                f"{WHERE}: {n} {what} to learn from are too few: with fewer than {FEWEST} hardly anything but noise "
+                "would be left."
+            )
+        strictly_between(WHERE, 0, 1 / n, delta=delta, hint=f"It must be below 1/n for these {n:,} {what}.")
+        self.schema.check_frame(self.frame, "the table")
+        for column in self.schema.columns:
+            if (number := len(column.categories or ())) > MOST_VALUES:
+                raise ValueError(
+                    f"{WHERE}: the column {column.name!r} has {number:,} categories in the schema, for {n:,} {what}; "
+                    f'at most {MOST_VALUES:,} are synthesized. Give it kind = "ignored".'
+                )
+
+    def learn(self, ledger: privacy.Ledger) -> dict[str, Any]:
+        """Learns what the schema leaves open; each release is in the ledger before it is used."""
+        schema, settings, share = self.schema, self.settings, self.settings.learning_share
+        if schema.is_complete:
+            return {"schema": schema.to_toml(), "events": [], "fingerprints": [], "notes": []}
+
+        def event_of(release: privacy.Release) -> privacy.Event:
+            return replace(release.event, unit=settings.unit)  # type: ignore[call-arg]
+
+        try:
+            learnt = learn(
+                self.frame,
+                schema,
+                epsilon=share * settings.epsilon,
+                delta=share * settings.delta,
+                owners=self.owners,
+                per_owner=settings.per_owner or 1,
+                record=lambda release: ledger.record(event_of(release), len(ledger), release.fingerprint),
+            )
+        except TableError as error:
+            spent = ledger.profile().epsilon_high(settings.delta) if len(ledger) else 0.0
+            raise ValueError(f"{str(error).rstrip('.')}. To learn this has cost epsilon {spent:.3f}.") from None
+        return {
+            "schema": learnt.schema.to_toml(),
+            "events": [privacy.event_to_dict(event_of(release)) for release in learnt.releases],
+            "fingerprints": [release.fingerprint for release in learnt.releases],
+            "notes": [note.replace("are imputed", "stay missing") for note in learnt.notes],
+        }
+
+    def used(self, seed: int) -> DataFrame:
+        """Returns the rows that marginals count: of each person at most as many as the settings say."""
+        if self.owners is None:
+            return self.frame
+        return self.frame.iloc[capped(self.owners, self.settings.per_owner or 1, len(self.frame), seed)]
+
+    def digest(self) -> str:
+        """Returns a digest of the table, which is as secret as the table."""
+        hashes = needed("pandas").util.hash_pandas_object(self.frame.astype(str), index=False).to_numpy()
+        return hashlib.sha256(repr(list(self.frame.columns)).encode() + hashes.tobytes()).hexdigest()
