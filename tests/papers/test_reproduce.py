@@ -39,7 +39,7 @@ OTHER_METHODS = (
 WITHOUT_NUMBERS = (  # of a paper
     "jl-accuracy", "jl-figures", "jl-summary",
     "gep-benefit-tuning", "gep-network-tuning", "gep-mnist-tuning", "gep-pretrained-tuning",
-    "best-cifar10-tuning", "text-imdb", "text-imdb-tuning",
+    "best-cifar10-tuning", "text-imdb", "text-imdb-tuning", "text-generator",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from torch_privacy.cli import (
     audit,
     budget,
     explain,
+    generate,
     plan,
     predict,
     report,
@@ -29,8 +30,8 @@ from torch_privacy.cli.processes import ALONE, TOGETHER, Processes, is_first, lo
 from torch_privacy.support.validate import InvalidValue
 
 __all__ = [
-    "accounting", "audit", "budget", "explain", "main", "plan", "predict", "report", "reproduce", "run", "schema",
-    "search", "synthesize", "train", "verify",
+    "accounting", "audit", "budget", "explain", "generate", "main", "plan", "predict", "report", "reproduce", "run",
+    "schema", "search", "synthesize", "train", "verify",
 ]  # fmt: skip
 
 USER_MISTAKE = 2

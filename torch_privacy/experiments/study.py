@@ -39,6 +39,8 @@ class Study:
         findings: results -> further notes, computed from the numbers.
         findings_need_all: whether there are findings only if no row was left out.
         numbers_of: finished run of a training -> further numbers of it, by column.
+        generate: ``generate(run_folder, label, prompt, number, seed)`` draws records from the model of a finished run;
+            ``label`` is None for all of them in turn.
     """
 
     columns: Mapping[str, TableColumn]
@@ -55,6 +57,7 @@ class Study:
     findings: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
     findings_need_all: bool = True
     numbers_of: Callable[[RunFolder], Numbers] | None = None
+    generate: Callable[[RunFolder, str | None, str, int, int], list[dict[str, str]]] | None = None
     releases_itself: bool = False
 
     def settings(self, **chosen: Any) -> Settings:

@@ -211,7 +211,7 @@ class Run:
             noise_multiplier=self.scale,
             folder=self.folder,
             prior=self.prior,
-            owners=self.of_owners,
+            owners=self.source.of_owners,
             budget=None if self._budget is None else replace(self._budget, is_bound=True),
         )
         self._ledger = self._network.training.ledger
