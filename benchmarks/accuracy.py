@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -276,10 +277,12 @@ def words_of(task: str, row: Row) -> str:
     base = {"features": FEATURES[task], **BASE}
     changed = {name: row[name] for name in base if row[name] != base[name]}
     shown = {
-        "batch": "batch times {:g}", "steps": "{} steps", "clip": "clip norm {}", "views": "{} augmented views",
+        "batch": "batch times {}", "steps": "{} steps", "clip": "clip norm {}", "views": "{} augmented views",
         "bands": "noise of {} bands", "features": "features: {}",
     }  # fmt: skip
-    return ", ".join(shown[name].format(value) for name, value in changed.items()) or "base"
+    exact = {"batch": Fraction, "features": "{} words".format if task == "reviews" else str}  # the others as they are
+    words = (shown[name].format(exact.get(name, str)(value)) for name, value in changed.items())
+    return ", ".join(words) or "base"
 
 
 def table(log: Log, task: str) -> Iterator[tuple[str, str, float, np.ndarray, np.ndarray]]:
@@ -334,20 +337,22 @@ def draw(log: Log, tasks: list[str], seeds: int) -> None:
 
     from torch_privacy.runs.report import figures, style
 
+    rows = {task: {words: (test, base) for _, words, _, test, base in table(log, task)} for task in tasks}
+    order = list(dict.fromkeys(words for task in tasks for words in rows[task] if words != "base"))[::-1]
     with matplotlib.rc_context(style.FILE_STYLE):
-        figure = Figure(figsize=(9, 4.6), layout="constrained")
-        panels = figure.subplots(1, len(tasks), squeeze=False)[0]
+        figure = Figure(figsize=(9, 4.8), layout="constrained")
+        panels = figure.subplots(1, len(tasks), squeeze=False, sharey=True)[0]
         for axes, task in zip(panels, tasks, strict=True):
-            rows = [row for row in table(log, task) if row[0] != "base"]
-            places = range(len(rows), 0, -1)
-            gains = [test.mean() - base.mean() for *_, test, base in rows]
-            errors = [2 * math.hypot(error(test), error(base)) for *_, test, base in rows]
+            shown = {words: values for words, values in rows[task].items() if words != "base"}
+            gains = [test.mean() - base.mean() for test, base in shown.values()]
+            errors = [2 * math.hypot(error(test), error(base)) for test, base in shown.values()]
             axes.axvline(0, color="0.6", linewidth=0.8)
-            axes.errorbar(gains, places, xerr=errors, fmt="o", markersize=4, linewidth=1.2)
-            axes.set_yticks(list(places), [words for _, words, *_ in rows])
-            base = rows[0][-1].mean()
-            axes.set_title(f"{task}, ε = {EPSILON[task]:g}\nbase {base:.1f} %")
-            axes.set_xlabel("gain in points, two standard errors")
+            axes.errorbar(
+                gains, [order.index(words) for words in shown], xerr=errors, fmt="o", markersize=4, linewidth=1.2
+            )
+            axes.set_title(f"{task}, ε = {EPSILON[task]:g}: {rows[task]['base'][0].mean():.1f} %", fontsize=11)
+            axes.set_yticks(range(len(order)), order)
+        figure.supxlabel("gain in points, with two standard errors", fontsize=11)
         figures.save(figure, PICTURE)
 
 

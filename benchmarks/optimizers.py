@@ -186,27 +186,37 @@ def make(log: Log, task: str, method: str, pairs: list[tuple[float, int]]) -> li
 
 
 def scores(log: Log, task: str, method: str, prefix: str) -> tuple[float, np.ndarray]:
-    """Returns the rate chosen, and the test accuracies of all seeds with it."""
+    """Returns the rate chosen, and the test accuracies with it by seed; none if there are no rows."""
     of_method = [one for one in log.rows if (one["setting"]["task"], one["setting"]["method"]) == (task, method)]
     first = [one for one in of_method if one["setting"]["seed"] == 0]
+    if not first:
+        return math.nan, np.array([])
     rate = max(first, key=lambda one: one[prefix + "held_out"])["setting"]["rate"]
-    return rate, np.array([one[prefix + "test"] for one in of_method if one["setting"]["rate"] == rate])
+    chosen = sorted(
+        (one["setting"]["seed"], one[prefix + "test"]) for one in of_method if one["setting"]["rate"] == rate
+    )
+    return rate, np.array([test for _, test in chosen])
 
 
 def show(log: Log, tasks: list[str]) -> None:
-    print("| task | method | last weights | rate | averaged weights | rate | against SGD, averaged |")
-    print("|---|---|---|---|---|---|---|")
-    for task in tasks:
-        base = scores(log, task, "SGD", "averaged_")[1]
+    """Prints accuracies of SGD, and gains over it; seeds are paired, as they share weights, batches and noise."""
+    for prefix, title in zip(PREFIXES, ("last weights", "averaged weights"), strict=True):
+        print(f"| {title} | {' | '.join(f'{task}, ε = {EPSILON[task]:g}' for task in tasks)} |")
+        print("|---" * (len(tasks) + 1) + "|")
         for method in METHODS:
-            last, average = (scores(log, task, method, prefix) for prefix in PREFIXES)
-            cells = [
-                f"{test.mean():.2f} ± {error(test):.2f} | {rate:g}"
-                + (" (edge)" if rate in (rates_of(task, method)[0], rates_of(task, method)[-1]) else "")
-                for rate, test in (last, average)
-            ]
-            gain, of_gain = average[1].mean() - base.mean(), math.hypot(error(average[1]), error(base))
-            print(f"| {task} | {method} | {' | '.join(cells)} | {gain:+.2f} ± {of_gain:.2f} |")
+            cells = []
+            for task in tasks:
+                rate, test = scores(log, task, method, prefix)
+                base = scores(log, task, "SGD", prefix)[1]
+                if method == "SGD":
+                    cells.append(f"{test.mean():.2f} ± {error(test):.2f} %, rate {rate:g}")
+                elif len(test) == len(base):
+                    gain = test - base
+                    cells.append(f"{gain.mean():+.2f} ± {error(gain):.2f}, rate {rate:g}")
+                else:
+                    cells.append("")
+            print(f"| {method} | {' | '.join(cells)} |")
+        print()
     price(tasks)
 
 

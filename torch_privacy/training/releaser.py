@@ -71,13 +71,13 @@ class Releaser:
                 p.grad = None
         gradients = self._meeting.gradients(setup.mechanism.gradient(release))
         size = setup.settings.size_at(state.step - 1)  # the mechanism divides by the mean of all batches
+        used: dict[str, Tensor] = {}
         for name, p in parameters.items():
-            gradient = gradients.pop(name)
-            p.grad = gradient if size == 1 else gradient / size
+            p.grad = used[name] = gradients.pop(name) if size == 1 else gradients.pop(name) / size
             if name in state.reached.padding:  # the gradient of padding is noise alone
                 setup.placement.clear_row(p.grad, state.reached.padding[name])
-        self._listener.before_update(setup.optimizer.param_groups, {n: p.grad for n, p in parameters.items()})
-        del release, gradients
+        self._listener.before_update(setup.optimizer.param_groups, used)
+        del release, gradients, used
         place = f"updates the weights after step {state.step - 1}"
         try:
             moved = state.guard.update(setup.optimizer, parameters, state.step, self._change_weights)

@@ -152,7 +152,7 @@ def _sampling() -> plots.Figure:
     """Draws a mechanism's trade-off function, that on a sample, and the (epsilon, delta) pair of the older bound."""
     epsilon, delta, probability = UNSAMPLED
     whole = tradeoff.EpsilonDelta(epsilon, delta)
-    older = tradeoff.EpsilonDelta(float(privacy.sampled_epsilon(epsilon, probability)), probability * delta)
+    older = tradeoff.EpsilonDelta(float(privacy.sampled_epsilon(np.array(epsilon), probability)), probability * delta)
     curves = {
         f"on all data: ({epsilon:g}, {delta:g})-private": whole,
         f"on a sample of {100 * probability:g} %": tradeoff.symmetrized(tradeoff.subsampled(whole, probability)),

@@ -30,7 +30,8 @@ def test_every_row_ends_when_epsilon_is_spent_and_not_later(name):
     settings = replace(projections.DEFAULTS, **ROWS[name].settings)
     steps = round(100 * settings.epochs)
     step = privacy.SubsampledGaussian(settings.noise_multiplier, 0.01)
-    before = [(privacy.NoisyCovariance(settings.pca_noise_multiplier), 1)] if "components" in name else []
+    prior = privacy.NoisyCovariance(settings.pca_noise_multiplier, settings.pca_sampling_probability)
+    before = [(prior, 1)] if "components" in name else []
     spent = [privacy.compose([*before, (step, n)]).epsilon(1e-5).high for n in (steps, steps + 2)]
     assert spent[0] <= 2 < spent[1]
 

@@ -141,7 +141,6 @@ def test_package_of_the_weights_is_named_where_it_lacks_and_never_run(tmp_path, 
 
 
 def test_published_weights_are_read(monkeypatch):
-    pytest.importorskip(encoders.PACKAGE)
     encoder = load_encoder()
     texts = encoder.tokens(["A lovely film.", "A movie I liked.", "Interest rates rose."])
     states = [encoder.network()(shortened(text, 20)[None]).last_hidden_state[0].mean(0) for text in texts]

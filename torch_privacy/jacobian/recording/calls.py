@@ -199,6 +199,21 @@ def _distributed_output(y: Tensor, base: Tensor | None) -> Output:
     return Output(edge_of(with_edge), on_this_rank(y).shape, y.dtype, None, Placed.gradient_of(with_edge))
 
 
+def edges_of(data: Sequence[Tensor], weights: Sequence[Tensor], known: KnownTensors) -> list[GradientEdge]:
+    """Returns where the graph continues past a call's data, which must be separable into examples."""
+    edges: list[GradientEdge] = []
+    for t in data:
+        if t.is_nested:
+            raise Refused(
+                f"tape: parameter {', '.join(map(repr, known.all_names(weights)))} is used with a nested tensor, in "
+                "which examples cannot be separated. Pad it to a fixed length and use a mask, or take one tensor for "
+                "each example."
+            )
+        if t.grad_fn is not None:
+            edges.append(GradientEdge(t.grad_fn, t.output_nr))
+    return edges
+
+
 def edge_of(y: Tensor) -> GradientEdge:
     """Returns the gradient edge of y."""
     assert y.grad_fn is not None

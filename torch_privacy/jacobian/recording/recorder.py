@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.overrides import _pop_mode, _push_mode
 
 from ...ops import COMPOSED, OPS, Use
 from ...ops.elementwise import OVERWRITING
 from ...support.torch_modes import OpMode, is_transformed, saves_elsewhere, tensors_in
-from ...support.validate import Refused
 from ..parallel.shards import may_be_parallel
 from .calls import (
     SCAN,
@@ -31,6 +29,7 @@ from .calls import (
     CallLog,
     Output,
     RunCall,
+    edges_of,
     output_of,
     plain_output,
     uses_by_fallback,
@@ -349,13 +348,7 @@ class Recorder(OpMode):
     def _run_and_record(
         self, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], weights: list[Tensor]
     ) -> Any:
-        known = self.tensors
-        inputs: list[GradientEdge] = []
-        for t in data:
-            if t.is_nested:
-                raise _nested(known.all_names(weights))
-            if t.grad_fn is not None:
-                inputs.append(GradientEdge(t.grad_fn, t.output_nr))
+        known, inputs = self.tensors, edges_of(data, weights, self.tensors)
         in_place = changes_in_place(func)
         copied = in_place and (func in OVERWRITING or func not in OPS)
         before = (args[0].detach().clone(), *args[1:]) if copied else args
@@ -402,10 +395,3 @@ class Recorder(OpMode):
 
 
 _node, _requires_grad, _reorders = attrgetter("grad_fn"), attrgetter("requires_grad"), attrgetter("reorders")
-
-
-def _nested(names: Sequence[str]) -> Refused:
-    return Refused(
-        f"tape: parameter {', '.join(map(repr, names))} is used with a nested tensor, in which examples cannot be "
-        "separated. Pad it to a fixed length and use a mask, or take one tensor for each example."
-    )

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ...ops import Op
 from ...ops._base import in_sum_dtype
-from ...ops.dense import Rows, squared_lengths, sum_rows
+from ...ops.dense import Rows, sum_rows
 from ...ops.fallback import dense, for_each_cotangent
-from ...ops.linear import Linear, OuterProducts
+from ...ops.linear import Linear
 from ...support.validate import Refused
 from ..parallel.shards import WayBack
 from .norms import chunk_size, first_squared_norms, projections, rows_and_norms, settled
@@ -213,7 +213,7 @@ class Block:
         if self.dropped:
             raise NothingKept
         rows = sum_rows(self.ops).values
-        return {self.names[0]: rows} if self.direct else self._pull_back(rows, parameters, batched=True)
+        return {self.names[0]: rows} if self.direct else pulled_back(self, rows, parameters, batched=True)
 
     def weighted_sum(self, c: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns name -> (*shape,), Jᵀ c in the parameters behind the weight."""
@@ -228,7 +228,7 @@ class Block:
             return self._sum_of_rows(c, parameters)
         first, *others = (op.weighted_sum(c.to(op.device, op.dtype)) for op in self.ops)
         total = sum(others, first)
-        return {self.names[0]: total} if self.direct else self._pull_back(total, parameters, batched=False)
+        return {self.names[0]: total} if self.direct else pulled_back(self, total, parameters, batched=False)
 
     def last_weighted_sum(
         self, c: Tensor, parameters: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
@@ -246,7 +246,7 @@ class Block:
         if self.rounds:  # the rounded rows, because their lengths and projections are compared
             return self._project_rows(v, parameters)
         try:
-            pushed = v[self.names[0]] if self.direct else self._push_forward(v, parameters)
+            pushed = v[self.names[0]] if self.direct else pushed_forward(self, v, parameters)
         except RuntimeError:  # the way back to the parameters has no second derivative, as through a sparse tensor
             return self._project_rows(v, parameters)
         first, *others = (projections(op, pushed.to(op.device, op.dtype)) for op in self.ops)
@@ -302,116 +302,6 @@ class Block:
             part = slice(i, i + size)
             yield part, {name: in_sum_dtype(rows) for name, rows in self.select(part).rows(parameters).items()}
 
-    def _pull_back(self, rows: Tensor, parameters: Mapping[str, Tensor], *, batched: bool) -> dict[str, Tensor]:
-        """Returns the rows in the parameters, by one (batched) backward from the weight to these alone."""
-        if self.way_back is not None:
-            pulled = (self.way_back.pull_rows if batched else self.way_back.pull)(rows.to(self.weight.dtype))
-            return dict(zip(self.names, pulled, strict=True))
-        leaves = [parameters[name] for name in self.names]
-        if batched and not len(rows):  # torch cannot batch an empty tensor
-            return {name: rows.new_zeros(0, *leaf.shape) for name, leaf in zip(self.names, leaves, strict=True)}
-
-        def backward(g: Tensor, *, batched: bool) -> Sequence[Tensor | None]:
-            return torch.autograd.grad(
-                self.weight, leaves, g, retain_graph=True, is_grads_batched=batched, allow_unused=True
-            )
-
-        with torch.enable_grad():
-            rows = rows.to(self.weight.dtype)
-            pulled = for_each_cotangent(backward, rows) if batched else backward(rows, batched=False)
-        # Autograd may give one tensor to several leaves, or one that repeats an entry; callers add in place.
-        copies = (
-            rows.new_zeros(*rows.shape[:batched], *leaf.shape)
-            if g is None
-            else dense(g).clone(memory_format=CONTIGUOUS)
-            for g, leaf in zip(pulled, leaves, strict=True)
-        )
-        return dict(zip(self.names, copies, strict=True))
-
-    def _push_forward(self, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
-        """Returns the derivatives (k, *weight.shape) of the weight along v, by differentiating a backward."""
-        if self.way_back is not None:
-            raise Refused(
-                f"Jacobian.project: the weight of parameter {', '.join(map(repr, self.names))} is computed from "
-                "tensor-parallel parameters, along which no direction can be pushed. Use the parameter itself."
-            )
-        leaves = [parameters[name] for name in self.names]
-        with torch.enable_grad():
-            u = torch.zeros_like(self.weight, requires_grad=True)
-            pulled = torch.autograd.grad(self.weight, leaves, u, create_graph=True)
-            directions = zip(*(v[name].to(p.device) for name, p in zip(self.names, leaves, strict=True)), strict=True)
-            pushed = [torch.autograd.grad(pulled, u, direction, retain_graph=True)[0] for direction in directions]
-        return torch.stack(pushed)
-
-
-class JoinedBlocks:
-    """Blocks that answer together, because for small ones every call of torch costs more than its arithmetic.
-
-    Args:
-        blocks: of one Jacobian; those that answer jointly are joined if there are several, all of one type
-            and on one device.
-
-    Attributes:
-        blocks: those that are joined.
-        ids: of these.
-    """
-
-    def __init__(self, blocks: Sequence[Block]):
-        self._of_rows: list[Block] = []
-        self._of_outer: list[Block] = []
-        rows: list[Tensor] = []
-        outer: list[Linear] = []
-        kinds: set[tuple[torch.dtype, torch.device]] = set()
-        for block in blocks:
-            if block.joint or block.answers_jointly:
-                op: Any = block.ops[0]
-                if type(op) is Rows:
-                    self._of_rows.append(block)
-                    rows.append(op.values.unsqueeze(-1).flatten(1))  # also of a scalar
-                    kinds.add((op.values.dtype, block.weight.device))
-                else:
-                    self._of_outer.append(block)
-                    outer.append(op)
-                    kinds.add((op.b.dtype, block.weight.device))
-        if len(rows) + len(outer) < 2 or len(kinds) > 1:
-            self._of_rows, self._of_outer, rows, outer = [], [], [], []
-        self.blocks = [*self._of_rows, *self._of_outer]
-        self.ids = {*map(id, self.blocks)}
-        self._rows = torch.cat(rows, 1) if rows else None
-        self._outer = OuterProducts(outer) if outer else None
-
-    def squared_norms(self) -> Tensor:
-        """Returns (n,), over all of the blocks."""
-        parts = [] if self._rows is None else [squared_lengths(self._rows)]
-        if self._outer is not None:
-            parts.append(self._outer.squared_norms())
-        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
-
-    def last_weighted_sum(self, c: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name of each block's parameter with Jᵀ c in it; frees the factors of blocks summed once."""
-        frees = all([block.summed_once for block in self._of_outer])
-        if self._rows is not None:
-            sums = (c.to(self._rows) @ self._rows).split([block.weight.numel() for block in self._of_rows])
-            for block, part in zip(self._of_rows, sums, strict=True):
-                yield block.names[0], part.view(block.weight.shape)
-        if self._outer is not None:
-            first = self._of_outer[0]
-            op: Any = first.ops[0]
-            c, names = c.to(first.weight.device, op.b.dtype), [block.names[0] for block in self._of_outer]
-            for block in self._of_outer if frees else ():
-                block.ops = []
-            for number, total in self._outer.weighted_sums(c, frees=frees):
-                yield names[number], total
-
-    def project_on(self, direction: Direction) -> Iterator[Tensor]:
-        """Yields the products (n,) of the rows with one direction in each weight."""
-        if self._rows is not None:
-            factors = [direction(block.weight.shape, self._rows.device) for block in self._of_rows]
-            v = [torch.outer(left, right.flatten()).flatten() for left, right in factors]
-            yield self._rows @ torch.cat(v).to(self._rows.dtype)
-        for block in self._of_outer:
-            yield from block.project_on(direction)
-
 
 def outer_product(direction: OuterProduct, gradient: Tensor) -> Tensor:
     """Returns the product of a gradient with a direction."""
@@ -441,3 +331,43 @@ def disjoint(blocks: list[Block]) -> bool:
 def _merged(ops: list[Op]) -> list[Op]:
     both = ops[0].merge(ops[1]) if len(ops) == 2 else None
     return ops if both is None else [both]
+
+
+def pulled_back(block: Block, rows: Tensor, parameters: Mapping[str, Tensor], *, batched: bool) -> dict[str, Tensor]:
+    """Returns rows in the parameters behind a weight, by one (batched) backward from it to these alone."""
+    names, weight = block.names, block.weight
+    if block.way_back is not None:
+        pulled = (block.way_back.pull_rows if batched else block.way_back.pull)(rows.to(weight.dtype))
+        return dict(zip(names, pulled, strict=True))
+    leaves = [parameters[name] for name in names]
+    if batched and not len(rows):  # torch cannot batch an empty tensor
+        return {name: rows.new_zeros(0, *leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
+
+    def backward(g: Tensor, *, batched: bool) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(weight, leaves, g, retain_graph=True, is_grads_batched=batched, allow_unused=True)
+
+    with torch.enable_grad():
+        rows = rows.to(weight.dtype)
+        pulled = for_each_cotangent(backward, rows) if batched else backward(rows, batched=False)
+    # Autograd may give one tensor to several leaves, or one that repeats an entry; callers add in place.
+    copies = (
+        rows.new_zeros(*rows.shape[:batched], *leaf.shape) if g is None else dense(g).clone(memory_format=CONTIGUOUS)
+        for g, leaf in zip(pulled, leaves, strict=True)
+    )
+    return dict(zip(names, copies, strict=True))
+
+
+def pushed_forward(block: Block, v: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+    """Returns the derivatives (k, *weight.shape) of a weight along v, by differentiating a backward."""
+    if block.way_back is not None:
+        raise Refused(
+            f"Jacobian.project: the weight of parameter {', '.join(map(repr, block.names))} is computed from "
+            "tensor-parallel parameters, along which no direction can be pushed. Use the parameter itself."
+        )
+    leaves = [parameters[name] for name in block.names]
+    with torch.enable_grad():
+        u = torch.zeros_like(block.weight, requires_grad=True)
+        pulled = torch.autograd.grad(block.weight, leaves, u, create_graph=True)
+        directions = zip(*(v[name].to(p.device) for name, p in zip(block.names, leaves, strict=True)), strict=True)
+        pushed = [torch.autograd.grad(pulled, u, direction, retain_graph=True)[0] for direction in directions]
+    return torch.stack(pushed)

@@ -30,7 +30,6 @@ def synthesize(
     owners: Any = None,
     per_owner: int | None = None,
     owner_name: str = "person",
-    learning_share: float = 0.3,
     budget: privacy.DataBudget | None = None,
     seed: int = 0,
 ) -> Synthesizer:
@@ -40,7 +39,7 @@ def synthesize(
         frame: rows to learn from, as from `read_table`; 200 or more. Their number is public.
         schema: what is public, such as ``Schema.template("people.csv", "")``; the rest is learnt privately. With a
             target, marginals with it count twice, and the network draws it first.
-        epsilon: of everything together, above 0.
+        epsilon: of everything together, above 0. Learning the schema may spend three tenths of it.
         run_folder: new folder of the run; or that of a run with the same arguments that was stopped, which goes on.
         generator: ``"aim"``: marginals of two or three columns, each chosen as the one that the model misses most, in
             twice as many rounds as there are columns. ``"mst"``: a tree of pairs. ``"network"``: a small autoregressive
@@ -49,7 +48,6 @@ def synthesize(
         owners: (n,) the person of each row: then persons are protected, with at most ``per_owner`` rows each.
         per_owner: with owners, 1 or more.
         owner_name: the word for an owner, such as "customer".
-        learning_share: share of epsilon and delta that learning the schema may spend, alone.
         budget: of the data (``tp.Budget.open``), to draw all releases from.
         seed: public, of the network's first weights.
 
@@ -68,7 +66,6 @@ def synthesize(
         generator=generator,
         epsilon=epsilon,
         delta=defaults(max(n, 2), epsilon, delta).delta,
-        learning_share=learning_share,
         per_owner=per_owner,
         unit=ONE_EXAMPLE if owners is None else owner_name,
         seed=seed,

@@ -170,7 +170,7 @@ def _trained(encoder: Encoder, encoded: Encoded, seed: int) -> Any:
 def _privately(encoder: Encoder, encoded: Encoded, run: Run, seed: int) -> Any:
     """Returns a model that is trained with the run's epsilon, the learning of the schema included."""
     settings = run.settings
-    found = defaults(run.num_units, settings.epsilon, settings.delta)
+    found = defaults(run.source.num_units, settings.epsilon, settings.delta)
     with random_state.seeded(seed):
         model = new_model(encoder.schema).float()
     optimizer = found.new_optimizer(model)
@@ -178,7 +178,7 @@ def _privately(encoder: Encoder, encoded: Encoded, run: Run, seed: int) -> Any:
     training = PrivateTraining(
         model,
         optimizer,
-        Examples(encoded.dataset(), **run.of_owners),
+        Examples(encoded.dataset(), **run.source.of_owners),
         expected_batch_size=found.expected_batch_size,
         num_steps=found.num_steps,
         sampling=Poisson(),

@@ -29,7 +29,7 @@ OF_TARGET = 2.0  # weight of a marginal with the target, beside 1 of the others
 
 @dataclass(frozen=True, kw_only=True)
 class Public:
-    """What is public of the marginals of a table.
+    """Holds what is public of the marginals of a table.
 
     ``generator`` is ``"aim"`` or ``"mst"``, ``sizes`` are the numbers of values of the columns, of which
     ``num_numeric`` are numbers, and ``releases`` are all in their order. ``rows`` is the most of one person, 1 where a

@@ -62,21 +62,16 @@ class Run:
         written: Mapping[str, Any] | None = None,
     ):
         self.folder, self.settings = RunFolder(Path(path)), settings
-        self._source, self._budget = Source(frame, schema, settings, owners, of_budget), budget
-        self._source.check()
+        self.source, self._budget = Source(frame, schema, settings, owners, of_budget), budget
+        self.source.check()
         self._written = {"experiment": EXPERIMENT, **(written or asdict(settings))}
-        self.plan = Plan(settings, schema, self.num_units)
+        self.plan = Plan(settings, schema, self.source.num_units)
         self._marginals: Marginals | None = None
         self._network: NetworkTraining | None = None
         self._ledger: privacy.Ledger | None = None
         self._state: dict[str, Any] = {}
 
     # What the run is made of, after the first step
-
-    @property
-    def num_units(self) -> int:
-        """Returns the number of rows, or of persons where these are protected."""
-        return self._source.num_units
 
     @property
     def unit(self) -> str:
@@ -109,11 +104,6 @@ class Run:
         return [privacy.Release(privacy.event_from_dict(event), fingerprint) for event, fingerprint in both]
 
     @property
-    def of_owners(self) -> dict[str, Any]:
-        """Returns arguments of `Examples`, where persons are protected."""
-        return self._source.of_owners
-
-    @property
     def notes(self) -> list[str]:
         """Returns what a reader should know of the columns."""
         lost = [c for c in self.grid.schema.columns if c.kind == "ignored" and c.reason != "left out by the command"]
@@ -129,7 +119,7 @@ class Run:
             num_numeric=len(self.grid.numeric),
             releases=self.plan.releases(self.scale),
             rows=self.settings.per_owner or 1,
-            total=self.num_units if self.settings.per_owner is None else None,
+            total=self.source.num_units if self.settings.per_owner is None else None,
             target=self.target,
         )
 
@@ -160,10 +150,10 @@ class Run:
             self._ledger = privacy.Ledger(self.folder.ledger, run=run)
             self._state = {
                 "settings": asdict(self.settings),
-                "digest": self._source.digest(),
+                "digest": self.source.digest(),
                 "key": secrets.token_bytes(32).hex(),
                 "scale": scale,
-                "released": self._source.learn(self._ledger),
+                "released": self.source.learn(self._ledger),
                 "made": [],
                 "network": None,
             }
@@ -179,7 +169,7 @@ class Run:
 
     def _reserve(self, scale: float, run: str) -> Any:
         assert self._budget is not None
-        frame, num_owners = self._source.whole
+        frame, num_owners = self.source.whole
         what = f"synthetic rows in {self.folder.path.absolute()}"
         releases, rows, ledger = self._all_planned(scale), rows_of(frame), self.folder.ledger
         return reserve(self._budget, releases, what, rows, num_owners=num_owners, run=run, ledger=ledger)
@@ -190,7 +180,7 @@ class Run:
             state = checkpoint.load(self.folder.checkpoint)
             if state.get("settings") != asdict(self.settings):
                 raise Refused(f"{self.folder.path}: was begun with other settings. Give those, or name another folder.")
-            if state["digest"] != self._source.digest():
+            if state["digest"] != self.source.digest():
                 raise Refused(f"{self.folder.path}: the table was changed since the run began. Restore it.")
             self._state, self._ledger = state, privacy.Ledger.load(self.folder.ledger)
             self._prepare()
@@ -202,10 +192,10 @@ class Run:
         """Encodes the rows by the completed schema, and takes up what was made already."""
         self.grid = grid = Grid(Schema.from_toml(self._state["released"]["schema"]))
         if self.settings.generator == "network":  # its training chooses rows of each person in each step
-            self.codes = grid.encode(self._source.frame)
+            self.codes = grid.encode(self.source.frame)
             self._prepare_network()
             return
-        used = self._source.used(int.from_bytes(self._derived("owners")[:16]))
+        used = self.source.used(int.from_bytes(self._derived("owners")[:16]))
         self.codes, key = grid.encode(used), bytes.fromhex(self._state["key"])
         self._marginals = Marginals(self.codes, grid.fractions(used), self.public, key, self._state["made"])
 
@@ -221,7 +211,7 @@ class Run:
             noise_multiplier=self.scale,
             folder=self.folder,
             prior=self.prior,
-            owners=self.of_owners,
+            owners=self.source.of_owners,
             budget=None if self._budget is None else replace(self._budget, is_bound=True),
         )
         self._ledger = self._network.training.ledger

@@ -46,11 +46,11 @@ def of_marginals(run: Run, ledger: privacy.Ledger) -> dict[str, Any]:
         "sampler": ledger.events[-1][0].sampler,  # of the counts; what was learnt of the schema has its own
         "unit": run.unit,
         **(
-            {"num_examples": run.num_units}
+            {"num_examples": run.source.num_units}
             if settings.per_owner is None
-            else {"owner": settings.unit, "num_owners": run.num_units, "examples_per_owner": rows}
+            else {"owner": settings.unit, "num_owners": run.source.num_units, "examples_per_owner": rows}
         ),
-        "expected_batch_size": run.num_units,
+        "expected_batch_size": run.source.num_units,
         "sampling_probability": 1.0,
         "num_steps_planned": len(ledger),
         "num_steps_made": len(ledger),
