@@ -177,8 +177,9 @@ def mixed(pair: DominatingPair | PairBounds, probability: float) -> DominatingPa
     Source: Zhu, Dong & Wang (2022), arXiv:2106.08567, Theorem 11.
     """
     if isinstance(pair, PairBounds):
-        upper, *lower = (mixed(part, probability) for part in (pair.upper, *pair.lower))
-        return PairBounds(upper, tuple(lower))  # pyright: ignore[reportArgumentType]
+        upper = None if pair.upper is None else mixed(pair.upper, probability)
+        lower = tuple(mixed(part, probability) for part in pair.lower)
+        return PairBounds(upper, lower)  # pyright: ignore[reportArgumentType]
     if not isinstance(pair, DiscretePair):
         raise TypeError(f"{type(pair).__name__} has no finite number of outcomes")
     p = tuple(probability * a + (1 - probability) * b for a, b in zip(pair.p, pair.q, strict=True))
