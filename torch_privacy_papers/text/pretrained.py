@@ -46,6 +46,7 @@ def pretrained(texts: Sequence[str], length: int, size: int) -> LanguageModel:
     name = hashlib.sha256(repr((settings, *texts)).encode()).hexdigest()
     path = cache_folder() / f"language-{name}.pt"
     with random_state.seeded(0), number_of_threads(1):
+        # pickle: of weights and of the optimizer's state, a cache that this user alone can write; read as weights only
         state = torch.load(path, weights_only=True) if path.exists() else None
         tokenizer = new_tokenizer(texts, size) if state is None else state["model"]["tokenizer"].numpy().tobytes()
         model = LanguageModel(tokenizer, length).float()
@@ -60,6 +61,7 @@ def pretrained(texts: Sequence[str], length: int, size: int) -> LanguageModel:
             for part in range(made, PARTS):
                 _read(model, optimizer, pieces.tensor_split(PARTS)[part], part)
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "made": part + 1}
+                # pickle: see above
                 write_whole(path, lambda file, state=state: torch.save(state, file))
                 _log.info("read %d of %d parts of the public texts", part + 1, PARTS)
     return model.eval()
