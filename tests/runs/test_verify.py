@@ -427,6 +427,7 @@ KINDS = {
     "a budget": {"num_steps": 20, "steps": 20, "examples": {"budget": privacy.Budget(1.0, 1e-4)}},
     "a test seed": {"test_seed": 1},
     "owners": {"expected_batch_size": 10, "examples": {"owners": [i // 4 for i in range(N)], "per_owner": 2}},
+    "a clip norm without a point": {"clipping": tp.Flat(1)},
     "layers": {"expected_batch_size": 20, "clipping": tp.PerLayer(1.0)},
     "projections": {"expected_batch_size": 20, "clipping": tp.Sketched(32, clip_norm=1.0)},
     "an adaptive norm": {"expected_batch_size": 20, "clipping": tp.Adaptive(1.0), "noise_multiplier": 1.0},

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from math import inf
 from typing import Any
@@ -283,9 +284,13 @@ def _settings(settings: dict[str, Any], evidence: Evidence) -> Iterator[Finding]
 
 def _rule(text: str, stated: dict[str, Any]) -> Iterator[Finding]:
     """Yields whether the clipping rule is that of the settings, of which they have the text."""
-    if text.startswith("Flat("):  # other rules have several norms, or change theirs
-        found = f"{stated['rule']}(clip_norm={float(stated.get('clip_norm', 0))})"
-        yield equal("settings.json: clipping", text, found, "the statement")
+    subject, found = "settings.json: clipping", re.fullmatch(r"Flat\(clip_norm=([0-9.e+-]+)\)", text)
+    if found is None:  # other rules have several norms, or change theirs
+        return
+    if stated["rule"] == "Flat" and float(stated.get("clip_norm", "nan")) == float(found[1]):
+        yield agrees(subject, text)
+    else:
+        yield differs(subject, f"{text}, and the statement has {stated}")
 
 
 def _target(target: float | None, epsilon: dict[str, Any] | None) -> Iterator[Finding]:
