@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import itertools
+import math
 from functools import partial
 from time import process_time
 
@@ -526,3 +527,34 @@ def test_clt_of_nothing_is_refused():
 def test_targets_out_of_reach_are_refused(target, message):
     with pytest.raises(ValueError, match=message):
         privacy.smallest_noise(privacy.rdp, target, 1e-5, sampling_probability=0.01, num_steps=100)
+
+
+@pytest.mark.parametrize("order", [2, 5, 9])
+def test_moments_of_mixtures_are_the_multinomial_sum(order):
+    """E_Q (P/Q)^a in closed form, for whole a; the sampled Gaussian is the mixture of two parts."""
+    chances, lengths, stddev = (0.9, 0.06, 0.04), (0.0, 0.5, 1.0), 0.8
+    total = 0.0
+    for counts in itertools.product(range(order + 1), repeat=3):
+        if sum(counts) == order:
+            ways = math.factorial(order) / math.prod(map(math.factorial, counts))
+            first = sum(count * length for count, length in zip(counts, lengths, strict=True)) / stddev
+            second = sum(count * length**2 for count, length in zip(counts, lengths, strict=True)) / stddev**2
+            weight = math.prod(chance**count for chance, count in zip(chances, counts, strict=True))
+            total += ways * weight * math.exp((first**2 - second) / 2)
+    mixture = privacy.GaussianMixture(stddev, lengths, chances)
+    assert log_moments(mixture.dominating_pair(), np.array([order - 1.0]))[0] == pytest.approx(math.log(total))
+    sampled, same = privacy.SubsampledGaussian(0.7, 0.05), privacy.GaussianMixture(0.7, (0.0, 1.0), (0.95, 0.05))
+    real_orders = np.array([0.3, 1.7, order + 0.5])
+    found = log_moments(same.dominating_pair(), real_orders)
+    assert found == pytest.approx(log_moments(sampled.dominating_pair(), real_orders))
+
+
+def test_moments_and_clt_take_mixtures_and_sampled_integers():
+    mixture = [(privacy.GaussianMixture(0.8, (0.0, 0.5, 1.0), (0.9, 0.06, 0.04)), 100)]
+    integers = [(privacy.PoissonSampled(privacy.DiscreteGaussian(9.0, 3), 0.05), 100)]
+    for releases in (mixture, integers):
+        exact = privacy.compose(releases).epsilon(1e-5)
+        assert exact.high < privacy.rdp(releases, 1e-5) <= privacy.moments_of(releases, 1e-5) < 2 * exact.high
+        assert privacy.clt(releases).epsilon(1e-5) == pytest.approx(exact.high, rel=0.2)
+    normal = [(privacy.SubsampledGaussian(3.0, 0.05), 100)]
+    assert privacy.rdp(integers, 1e-5) == pytest.approx(privacy.rdp(normal, 1e-5), rel=1e-6)

@@ -9,27 +9,59 @@ import math
 from functools import lru_cache, singledispatch
 
 import numpy as np
-from scipy.special import gammaln, xlog1py, xlogy
+from scipy.special import gammaln, logsumexp, xlog1py, xlogy
 
 from ..bracket import Array
 from ..pairs.base import DiscretizablePair, DominatingPair, PairBounds
 from ..pairs.discrete import LaplacePair
 from ..pairs.either import EitherPair
 from ..pairs.gaussian import LARGEST_SHIFT, SubsampledGaussianPair, SymmetrizedPair
+from ..pairs.shifted import DiscreteGaussianNoise, Mixture, Noise, log_density
 from .tilt import LARGEST_EXPONENT
 
+MOST_NODES = 200_000
 ENDS = -40.0  # log of the share that the outermost nodes may have
 STEP_OF_SYMMETRIZED = 4e-3  # of the outcome; the error falls with its third power
 
 
 def log_moments(pair: DominatingPair | PairBounds, orders: Array) -> Array:
     """Returns α(λ) for each λ > 0; of bounds, that of the upper one. Infinite where it is, or where no rule has it."""
-    return _larger(pair.upper if isinstance(pair, PairBounds) else pair, tuple(np.asarray(orders, float).tolist()))
+    values = tuple(np.asarray(orders, float).tolist())
+    if not isinstance(pair, PairBounds):
+        return _larger(pair, values)
+    if pair.mixtures is not None:
+        return _of_mixtures(*pair.mixtures, values)
+    return np.full(len(values), np.inf) if pair.upper is None else _larger(pair.upper, values)
 
 
 @lru_cache(maxsize=1024)  # a plot asks for the same moments at every δ
 def _larger(pair: DominatingPair, orders: tuple[float, ...]) -> Array:
     return _directions(pair, np.array(orders)).max(0)
+
+
+@lru_cache(maxsize=1024)
+def _of_mixtures(noise: Noise, p: Mixture, q: Mixture, orders: tuple[float, ...]) -> Array:
+    """Returns the larger direction by a sum over integers, or by `_by_trapezoids`; infinite if that takes many nodes.
+
+    Zeros of a mixture's density lie π over its widest distance of shifts off the axis, or farther.
+    """
+    shifts = [shift for _, shift in p + q]
+    low, high = min(shifts), max(shifts)
+    width, scale = high - low, noise.stddev if isinstance(noise, DiscreteGaussianNoise) else 1.0
+    found = []
+    for order in orders:
+        step = 1.0 if noise.whole else min(0.1, 1 / (4 * width), 1 / (width * math.sqrt(order)))
+        reach = 12 * scale + width * (order + 1)
+        if (high - low + 2 * reach) / step > MOST_NODES:
+            found.append(math.inf)
+            continue
+        x = np.arange(math.floor((low - reach) / step), math.ceil((high + reach) / step) + 1) * step
+        log_p, log_q = log_density(noise, x, p), log_density(noise, x, q)
+        exponents = np.stack([log_p + order * (log_p - log_q), log_q + order * (log_q - log_p)])
+        tops = exponents.max(1, keepdims=True)
+        total = (tops + np.log(np.exp(exponents - tops).sum(1, keepdims=True)))[:, 0].max()
+        found.append(float(total - logsumexp(noise.log_density(x))))
+    return np.array(found)
 
 
 @singledispatch

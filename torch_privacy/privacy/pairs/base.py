@@ -10,7 +10,7 @@ The *remove* direction is P against Q, *add* is Q against P (`swapped`). Each en
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -168,8 +168,11 @@ class PairBounds:
         lower: pairs that some neighboring data sets attain; may be empty.
         family: pairs, one of which dominates the event whatever the examples are; may be empty. Several releases then
             cost less than with ``upper``.
+        mixtures: a noise and two mixtures of it, of which these are the bounds: log moments ask for them, as the tails
+            of the bounds have none. None where they are not known.
     """
 
     upper: DominatingPair | None
     lower: tuple[DominatingPair, ...] = ()
     family: tuple[DominatingPair, ...] = ()
+    mixtures: tuple[Any, Any, Any] | None = None

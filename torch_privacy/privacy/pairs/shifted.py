@@ -156,7 +156,8 @@ def enclosed(noise: Noise, p: Mixture, q: Mixture) -> DominatingPair | PairBound
     merged = DiscretePair(tuple(p_mass.tolist()), tuple(q_mass.tolist()))
     if (high <= low).all():
         return merged
-    return PairBounds(spread(p_mass, q_mass, low, high), (merged,))
+    mixtures = None if noise.bounded else (noise, p, q)  # bounds on bounded losses have moments themselves
+    return PairBounds(spread(p_mass, q_mass, low, high), (merged,), mixtures=mixtures)
 
 
 def sampled(noise: Noise, sensitivity: float, probability: float, *, replaced: bool) -> DominatingPair | PairBounds:
@@ -205,8 +206,12 @@ def _cuts(noise: Noise, shifts: list[float]) -> Array:
 
 def log_ratio(noise: Noise, at: Array, p: Mixture, q: Mixture) -> Array:
     """Returns the log of the ratio of two mixtures' densities at each outcome."""
-    logs = [logsumexp([np.log(w) + noise.log_density(at - s) for w, s in side], axis=0) for side in (p, q)]
-    return logs[0] - logs[1]
+    return log_density(noise, at, p) - log_density(noise, at, q)
+
+
+def log_density(noise: Noise, at: Array, mixture: Mixture) -> Array:
+    """Returns the log of a mixture's density at each outcome, up to the constant of the noise."""
+    return logsumexp([np.log(weight) + noise.log_density(at - shift) for weight, shift in mixture], axis=0)
 
 
 def _at_the_end(p: Mixture, q: Mixture, *, above: bool) -> float:
