@@ -211,7 +211,8 @@ def log_ratio(noise: Noise, at: Array, p: Mixture, q: Mixture) -> Array:
 
 def log_density(noise: Noise, at: Array, mixture: Mixture) -> Array:
     """Returns the log of a mixture's density at each outcome, up to the constant of the noise."""
-    return logsumexp([np.log(weight) + noise.log_density(at - shift) for weight, shift in mixture], axis=0)
+    parts = [np.log(weight) + noise.log_density(at - shift) for weight, shift in mixture]
+    return np.asarray(logsumexp(parts, axis=0))
 
 
 def _at_the_end(p: Mixture, q: Mixture, *, above: bool) -> float:
