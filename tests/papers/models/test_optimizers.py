@@ -29,6 +29,7 @@ def test_steps_are_those_of_the_printed_formula():
         torch.testing.assert_close(after, weight)
 
 
+@pytest.mark.thorough
 def test_first_step_is_longer_than_torchs_and_late_ones_are_the_same():
     (ours,), (theirs,) = (steps(make, torch.ones(1, 2).double()) for make in (UncorrectedAdam, torch.optim.Adam))
     start = torch.tensor([1.0, -2.0]).double()

@@ -181,6 +181,7 @@ def test_training_is_private_by_texts_and_by_owners(model, owners):
     assert training.settings.num_units == (30 if owners is None else 10)
 
 
+@pytest.mark.thorough
 def test_pretraining_goes_on_where_it_was_killed(tmp_path, monkeypatch):
     monkeypatch.setenv(of_texts.VARIABLE, str(tmp_path / "whole"))
     monkeypatch.setattr(pretrained, "BATCH_SIZE", 2)
@@ -292,6 +293,7 @@ def test_classifier_learns_from_generated_texts_alone():
     assert judge.accuracy(x[:200], 1 - labels[:200], x[200:], labels[200:]) < 0.15
 
 
+@pytest.mark.thorough
 def test_rows_judge_the_texts_of_every_network(small, trained, monkeypatch):
     monkeypatch.setattr(judge, "embedded", lambda texts: torch.randn(len(texts), 2, 3, dtype=torch.float64))
     few = {"num_judged": 8, "length": LENGTH, "vocabulary": 300, "num_public": 20}
@@ -303,6 +305,7 @@ def test_rows_judge_the_texts_of_every_network(small, trained, monkeypatch):
         assert 0 <= numbers[generator.NEW] <= 1
 
 
+@pytest.mark.thorough
 def test_audit_has_secret_numbers_among_the_reviews(small, monkeypatch):
     monkeypatch.setattr(generator, "NUM_CANARIES", 12)
     audited = {"target_epsilon": 8.0, "expected_batch_size": 20, "delta": 1e-3, "length": 32, "num_examples": 30}

@@ -140,6 +140,7 @@ def test_package_of_the_weights_is_named_where_it_lacks_and_never_run(tmp_path, 
         load_encoder()
 
 
+@pytest.mark.thorough
 def test_published_weights_are_read(monkeypatch):
     encoder = load_encoder()
     texts = encoder.tokens(["A lovely film.", "A movie I liked.", "Interest rates rose."])
@@ -203,6 +204,7 @@ TRAINED = {  # method -> what is trained, by the names of its parameters
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", TRAINED)
 def test_method_trains_privately_what_it_says(method, small_imdb):
     settings = imdb.STUDY.settings(method=method, target_epsilon=3.0, **NUMBERS)
