@@ -22,7 +22,7 @@ from torch_privacy.tables.synthesis.graph import Measured, Model, elimination
 from torch_privacy.tables.synthesis.judge import judge
 from torch_privacy.tables.synthesis.marginals import Marginals, exponential_mechanism
 from torch_privacy.tables.synthesis.network import RowNetwork
-from torch_privacy.tables.synthesis.released import Public
+from torch_privacy.tables.synthesis.released import PublicSetup
 
 SIZES = (2, 3, 2, 4)
 CLIQUES = [(0, 1), (1, 2), (0, 2), (2, 3)]
@@ -157,7 +157,7 @@ def made(codes, generator="mst", scale=3.0, key=b"k" * 32):
 
 def public(generator, releases, total, rows=1):
     sizes = tuple(Grid(SCHEMA).sizes)
-    return Public(generator=generator, sizes=sizes, num_numeric=1, releases=releases, rows=rows, total=total)
+    return PublicSetup(generator=generator, sizes=sizes, num_numeric=1, releases=releases, rows=rows, total=total)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -44,7 +44,7 @@ UNUSED = "pooler.", "embeddings.position_ids"  # weights of the file that classi
 
 
 @dataclass(frozen=True)
-class Encoder:
+class TextEncoder:
     """The files of a public encoder, read and checked."""
 
     weights: File
@@ -94,7 +94,7 @@ def padded(texts: Iterable[Tensor], length: int) -> Tensor:
     return torch.stack([F.pad(text, (0, length - len(text)), value=PAD) for text in short])
 
 
-def load_encoder(folder: str | Path | None = None) -> Encoder:
+def load_encoder(folder: str | Path | None = None) -> TextEncoder:
     """Returns the encoder from its package, or from a folder with the published files.
 
     Raises:
@@ -102,7 +102,7 @@ def load_encoder(folder: str | Path | None = None) -> Encoder:
         DataError: a file is not the published one.
     """
     place = SOURCE.folder(folder or _package())
-    return Encoder(*(place.read(name) for name in SOURCE.checksums))
+    return TextEncoder(*(place.read(name) for name in SOURCE.checksums))
 
 
 def _package() -> Path:

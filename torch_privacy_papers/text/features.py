@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from torch_privacy.support.write_file import write_whole
 from torch_privacy.training.machine import number_of_threads
-from torch_privacy_papers.text.encoder import Encoder, shortened
+from torch_privacy_papers.text.encoder import TextEncoder, shortened
 
 VARIABLE = "TORCH_PRIVACY_CACHE"
 PART = 250  # texts of a file: what is lost if the computation is killed
@@ -39,7 +39,7 @@ def cache_folder() -> Path:
     return Path(named).expanduser() if named else Path.home() / ".cache" / "torch_privacy"
 
 
-def features(encoder: Encoder, texts: Sequence[Tensor], length: int) -> Tensor:
+def features(encoder: TextEncoder, texts: Sequence[Tensor], length: int) -> Tensor:
     """Returns the features of texts, float16 of shape (n, 2 + `LAYERS`, units), from the disk where they are there.
 
     Entry 0 is the mean of the vectors of all words of the text, as the encoder looks them up. Entry 1 + l is the mean
@@ -47,7 +47,7 @@ def features(encoder: Encoder, texts: Sequence[Tensor], length: int) -> Tensor:
 
     Args:
         encoder: the public encoder.
-        texts: the tokens of each text, from `Encoder.tokens`.
+        texts: the tokens of each text, from `TextEncoder.tokens`.
         length: tokens that go through the encoder, with the marks of start and end.
     """
     place, network, found = cache_folder(), None, []
@@ -64,7 +64,7 @@ def features(encoder: Encoder, texts: Sequence[Tensor], length: int) -> Tensor:
     return torch.cat(found)
 
 
-def _digest(encoder: Encoder, texts: Sequence[Tensor], length: int) -> str:
+def _digest(encoder: TextEncoder, texts: Sequence[Tensor], length: int) -> str:
     """Returns the name of the features of these texts."""
     content = hashlib.sha256(f"{VERSION}, {LAYERS}, {length}, {[len(text) for text in texts]}".encode())
     for file in encoder.files:

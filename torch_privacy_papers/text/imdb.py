@@ -47,7 +47,7 @@ from torch_privacy.runs.rows import (
     TrainingRow,
 )
 from torch_privacy.support import validate as _check
-from torch_privacy_papers.text.encoder import Encoder, load_encoder, padded
+from torch_privacy_papers.text.encoder import TextEncoder, load_encoder, padded
 from torch_privacy_papers.text.features import cache_folder, features
 from torch_privacy_papers.text.tuned import Classifier, adapted, last_layer
 
@@ -75,7 +75,7 @@ class Settings(task.Settings):
 
 
 @dataclass(frozen=True)
-class Method:
+class TextMethod:
     """One way to train: the network on public weights, and its settings."""
 
     tuned: Callable[[nn.Module], nn.Module] | None  # the encoder, with what is trained not frozen; None for features
@@ -94,20 +94,20 @@ ENCODER = {  # settings of the methods that train the encoder
     "num_test": 5_000,
 }
 METHODS = {
-    "linear": Method(
+    "linear": TextMethod(
         None,
         {"expected_batch_size": 8192, "epochs": 20, "learning_rate": 9.0, "clip_norm": 0.7},
         at={8: {"learning_rate": 27.0}},
     ),
-    "last": Method(last_layer, ENCODER),
-    "lora": Method(adapted, ENCODER),
-    "full": Method(nn.Module.requires_grad_, ENCODER),
+    "last": TextMethod(last_layer, ENCODER),
+    "lora": TextMethod(adapted, ENCODER),
+    "full": TextMethod(nn.Module.requires_grad_, ENCODER),
 }
 DEFAULTS = Settings(target_epsilon=3.0, **METHODS["linear"].settings)
 
 
 @cache
-def load_texts(folder: str | None) -> tuple[Encoder, Mapping[str, Texts]]:
+def load_texts(folder: str | None) -> tuple[TextEncoder, Mapping[str, Texts]]:
     """Returns the encoder and the reviews by part: "private", "public", "scored"."""
     encoder, (train, test) = load_encoder(), load_imdb_texts(folder)
     parts = {
@@ -154,7 +154,7 @@ def _load(
 
 
 def _features(
-    encoder: Encoder, public: Sequence[Tensor], length: int, shrinkage: float
+    encoder: TextEncoder, public: Sequence[Tensor], length: int, shrinkage: float
 ) -> Callable[[Sequence[Tensor]], Tensor]:
     """Returns a map of texts to features (n, d) of norm 1, decorrelated as those of public texts are.
 

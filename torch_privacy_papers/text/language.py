@@ -41,7 +41,7 @@ def new_tokenizer(texts: Iterable[str], size: int) -> bytes:
     return found.to_str().encode()
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     """One layer of attention to earlier places, and of a dense network of each place."""
 
     def __init__(self, units: int, heads: int):
@@ -78,7 +78,7 @@ class LanguageModel(nn.Module):
         self.register_buffer("tokenizer", torch.frombuffer(bytearray(tokenizer), dtype=torch.uint8))
         self.reader = Reader(tokenizer, length)
         self.words, self.places = nn.Embedding(self.reader.size, units), nn.Embedding(length - 1, units)
-        self.blocks = nn.Sequential(*(Block(units, HEADS) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Layer(units, HEADS) for _ in range(layers)))
         self.norm = nn.LayerNorm(units)
         for embedding in (self.words, self.places):
             nn.init.normal_(embedding.weight, std=0.02)

@@ -23,7 +23,7 @@ from .cells import Codes
 from .chain import marginal
 from .graph import Columns
 from .plan import Release
-from .released import Public, Released
+from .released import PublicSetup, Released
 
 
 class Marginals:
@@ -44,7 +44,7 @@ class Marginals:
         self,
         codes: Codes,
         fractions: NDArray[np.bool_],
-        public: Public,
+        public: PublicSetup,
         key: bytes,
         results: Iterable[Mapping[str, Any]] = (),
     ):

@@ -28,7 +28,7 @@ OF_TARGET = 2.0  # weight of a marginal with the target, beside 1 of the others
 
 
 @dataclass(frozen=True, kw_only=True)
-class Public:
+class PublicSetup:
     """Holds what is public of the marginals of a table.
 
     ``generator`` is ``"aim"`` or ``"mst"``, ``sizes`` are the numbers of values of the columns, of which
@@ -62,7 +62,7 @@ class Released:
         public: what is public.
     """
 
-    def __init__(self, public: Public):
+    def __init__(self, public: PublicSetup):
         self.public = public
         self.results: list[dict[str, Any]] = []
         self._merged: list[NDArray[np.int64]] = []

@@ -25,8 +25,8 @@ from .marginals import Marginals
 from .network import order_of
 from .network_training import STEPS_BETWEEN, NetworkTraining
 from .plan import Plan, Settings
-from .released import Public
-from .source import Source
+from .released import PublicSetup
+from .source import SourceRows
 from .statement import of_marginals, with_generator
 from .synthesizer import Synthesizer
 
@@ -62,7 +62,7 @@ class Run:
         written: Mapping[str, Any] | None = None,
     ):
         self.folder, self.settings = RunFolder(Path(path)), settings
-        self.source, self._budget = Source(frame, schema, settings, owners, of_budget), budget
+        self.source, self._budget = SourceRows(frame, schema, settings, owners, of_budget), budget
         self.source.check()
         self._written = {"experiment": EXPERIMENT, **(written or asdict(settings))}
         self.plan = Plan(settings, schema, self.source.num_units)
@@ -111,9 +111,9 @@ class Run:
         return notes + [f"The synthetic table lacks {c.name!r}: {c.reason or 'the schema ignores it'}." for c in lost]
 
     @property
-    def public(self) -> Public:
+    def public(self) -> PublicSetup:
         """Returns what is public of the marginals."""
-        return Public(
+        return PublicSetup(
             generator=self.settings.generator,
             sizes=tuple(self.grid.sizes),
             num_numeric=len(self.grid.numeric),

@@ -27,7 +27,7 @@ MOST_VALUES = 1000  # of one column
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceRows:
     """Rows to learn from, what is public of them, and the person of each row, if persons are protected.
 
     ``of_budget`` are the rows that the data's budget belongs to and the number of their owners, if these are more.
