@@ -311,6 +311,7 @@ def show(log: Log, tasks: list[str], seeds: int) -> None:
     for words, of_tasks in cells.items():
         print(f"| {words} | {' | '.join(of_tasks.get(task, '') for task in tasks)} |")
     for task in tasks:
+        print(f"\n{task}, one seed: {', '.join(rates_of(log, task)) or 'no rate beside the best'}")
         best = log.find({"task": task, "features": FEATURES[task], "epsilon": None})
         points = sorted(points_of(log, task))
         smooth = np.maximum.accumulate([GUESS[task], *(accuracy for _, accuracy, _ in points)])
@@ -318,6 +319,18 @@ def show(log: Log, tasks: list[str], seeds: int) -> None:
         print(f"\n{task}: a guess {GUESS[task]:.1f}, without privacy {without:.1f}")
         for (signal, accuracy, words), high in zip(points, smooth[1:], strict=True):
             print(f"({signal:.0f}, {high:.1f}),  # {words}: {accuracy:.2f}")
+
+
+def rates_of(log: Log, task: str) -> Iterator[str]:
+    """Yields what twice and half the base's rate gain with seed 0, with the last and with averaged weights."""
+    row = {"task": task, "features": FEATURES[task], "epsilon": EPSILON[task], **BASE, "seed": 0}
+    rate = next((rate for _, words, rate, *_ in table(log, task) if words == "base"), 0.0)
+    best = log.find({**row, "rate": rate})
+    for words, factor in (("twice the rate", 2.0), ("half the rate", 0.5)):
+        found = log.find({**row, "rate": factor * rate})
+        if best is not None and found is not None:
+            last, averaged = (found[name] - best["test"] for name in ("test", "averaged_test"))
+            yield f"{words} {last:+.1f} (averaged weights {averaged:+.1f})"
 
 
 def points_of(log: Log, task: str) -> Iterator[tuple[float, float, str]]:
