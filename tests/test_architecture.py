@@ -4,7 +4,6 @@
 import importlib.util
 
 import architecture
-import pytest
 from architecture import FLOOR, FLOORS, PACKAGE, imports_of, modules, room_imports, room_of
 
 DOORS = {"experiments", "cli.reproduce", "support.held_state"}  # the last has the name only
@@ -27,7 +26,6 @@ def test_the_papers_come_in_by_two_doors():
     assert {module for module, text in sources.items() if "torch_privacy_papers" in text} == DOORS
 
 
-@pytest.mark.thorough
 def test_no_modules_import_each_other_in_a_circle():
     assert architecture.circles() == []
 

@@ -74,9 +74,9 @@ class Job:
         run = self.run
         audited = None if canaries is None else audit(run, canaries).as_json()
         found = judge(synthesizer, self.train, self.test, private=run)
-        budget = run.data_budget.get("data_budget")
+        budget, settings = run.data_budget.get("data_budget"), run.settings
         html = page.render(
-            self.name, run.settings.generator, run.unit, run.profile(), run.settings.delta, found, audited, budget
+            self.name, settings.generator, settings.protected, run.profile(), settings.delta, found, audited, budget
         )
         write_whole(run.folder.synthesis, lambda file: file.write(html.encode()))
 

@@ -44,6 +44,15 @@ class Settings:
         strictly_between(WHERE, 0, 1, delta=self.delta, learning_share=self.learning_share)
         whole(WHERE, seed=self.seed)
 
+    @property
+    def protected(self) -> str:
+        """Returns what is protected, in words."""
+        return (
+            "one row of the table"
+            if self.per_owner is None
+            else f"one {self.unit}, at most {self.per_owner} of its rows"
+        )
+
 
 @dataclass(frozen=True)
 class Release:

@@ -74,13 +74,6 @@ class Run:
     # What the run is made of, after the first step
 
     @property
-    def unit(self) -> str:
-        """Returns what is protected, in words."""
-        if self.settings.per_owner is None:
-            return "one row of the table"
-        return f"one {self.settings.unit}, at most {self.settings.per_owner} of its rows"
-
-    @property
     def scale(self) -> float:
         """Returns the factor on the noise of the generator's releases."""
         return self._state["scale"]
@@ -279,8 +272,8 @@ class Run:
                 reservation = self._reserve(self.scale, ledger.run)
                 if reservation.drawn is None or reservation.drawn.settled is None:  # of a run that was killed here
                     reservation.settle(fingerprints=fingerprints)
-            statement = of_marginals(self, ledger)
-        self.folder.write_json(self.folder.privacy, with_generator(statement, self))
+            statement = of_marginals(self.settings, ledger, self.source.num_units, self.data_budget)
+        self.folder.write_json(self.folder.privacy, with_generator(statement, self.settings))
         self.folder.delete_checkpoint()
         self.close()
         return found

@@ -6,7 +6,7 @@ from __future__ import annotations
 import datetime
 import math
 import platform
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +17,7 @@ from ...privacy.events.base import releases_to_json
 from ...privacy.spent import ALWAYS_PUBLIC, NEVER_COVERED
 from ...privacy.summary import attacker_as_json
 from ...support.version import __version__
-from .plan import RELATION
-
-if TYPE_CHECKING:
-    from .run import Run
+from .plan import RELATION, Settings
 
 POST_PROCESSING = (
     "Any number of rows may be drawn from the generator, now or later, by anyone who has generator.safetensors and "
@@ -33,9 +30,11 @@ NOT_COVERED = (
 )
 
 
-def of_marginals(run: Run, ledger: privacy.Ledger) -> dict[str, Any]:
-    """Returns the statement on noisy marginals and the choices between them."""
-    settings, profile, rows = run.settings, ledger.profile(), run.settings.per_owner or 1
+def of_marginals(
+    settings: Settings, ledger: privacy.Ledger, num_units: int, data_budget: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the statement on noisy marginals of ``num_units`` rows or people, and on the choices between them."""
+    profile, rows = ledger.profile(), settings.per_owner or 1
     interval = profile.epsilon(settings.delta)._asdict()
     noises = [event.noise_multiplier for event, _ in ledger.events if isinstance(event, privacy.Gaussian)]
     return {
@@ -44,13 +43,13 @@ def of_marginals(run: Run, ledger: privacy.Ledger) -> dict[str, Any]:
         "private": True,
         "neighboring_relation": RELATION.value,
         "sampler": ledger.events[-1][0].sampler,  # of the counts; what was learnt of the schema has its own
-        "unit": run.unit,
+        "unit": settings.protected,
         **(
-            {"num_examples": run.source.num_units}
+            {"num_examples": num_units}
             if settings.per_owner is None
-            else {"owner": settings.unit, "num_owners": run.source.num_units, "examples_per_owner": rows}
+            else {"owner": settings.unit, "num_owners": num_units, "examples_per_owner": rows}
         ),
-        "expected_batch_size": run.source.num_units,
+        "expected_batch_size": num_units,
         "sampling_probability": 1.0,
         "num_steps_planned": len(ledger),
         "num_steps_made": len(ledger),
@@ -62,7 +61,7 @@ def of_marginals(run: Run, ledger: privacy.Ledger) -> dict[str, Any]:
         f"{generators([torch.zeros(1)])}; choices by opendp's noisy maximum",
         "target_epsilon": settings.epsilon,
         "budget": None,
-        **run.data_budget,
+        **data_budget,
         "delta": settings.delta,
         "epsilon": {side: value if math.isfinite(value) else None for side, value in interval.items()},
         "attacker": attacker_as_json(profile),
@@ -81,12 +80,12 @@ def of_marginals(run: Run, ledger: privacy.Ledger) -> dict[str, Any]:
     }
 
 
-def with_generator(statement: dict[str, Any], run: Run) -> dict[str, Any]:
+def with_generator(statement: dict[str, Any], settings: Settings) -> dict[str, Any]:
     """Returns a statement with what it says of the generator and of the rows that are drawn from it."""
     return {
         **statement,
-        "unit": run.unit,
+        "unit": settings.protected,
         "treated_as_public": [*statement["treated_as_public"], "what the schema declares"],
         "not_covered": [*statement["not_covered"], *NOT_COVERED],
-        "synthetic_rows": {"generator": run.settings.generator, "post_processing": POST_PROCESSING},
+        "synthetic_rows": {"generator": settings.generator, "post_processing": POST_PROCESSING},
     }
