@@ -25,7 +25,7 @@ from torch_privacy import privacy, tables
 from torch_privacy.experiments import table_notes
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.table_budget import Draft
-from torch_privacy.experiments.table_settings import TEST_SHARE, Settings
+from torch_privacy.experiments.table_settings import TEST_SHARE, TableSettings
 from torch_privacy.experiments.task import ACCURACY, Score, Task, seeded
 from torch_privacy.runs import metrics as log
 from torch_privacy.runs.rows import ACCURACY_COLUMN, SCORE
@@ -40,7 +40,7 @@ MOST_UNITS = 65536
 SHOWN_WITHOUT_NOISE = "the number of rows of the table, and that its target is not refused"
 
 
-DEFAULTS = Settings(target_epsilon=2.0, expected_batch_size=256, learning_rate=0.01, clip_norm=5.0, epochs=10)
+DEFAULTS = TableSettings(target_epsilon=2.0, expected_batch_size=256, learning_rate=0.01, clip_norm=5.0, epochs=10)
 
 
 def template(path: Path, target: str | None, *, ignore: tuple[str, ...] = ()) -> str:
@@ -102,7 +102,7 @@ def complete(path: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_task(
-    settings: Settings,
+    settings: TableSettings,
     released: Mapping[str, Any] | None = None,
     new_ledger: Callable[..., privacy.Ledger] | None = None,
 ) -> Task:
@@ -181,7 +181,7 @@ def build_task(
 
 
 def _learn(
-    settings: Settings,
+    settings: TableSettings,
     frame: DataFrame,
     train_rows: Any,
     owners: Any,

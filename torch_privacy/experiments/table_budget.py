@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_privacy import privacy, tables
 from torch_privacy.experiments import table_notes
-from torch_privacy.experiments.table_settings import Settings
+from torch_privacy.experiments.table_settings import TableSettings
 from torch_privacy.experiments.task import number_of_steps
 from torch_privacy.privacy.budget_file import new_run
 from torch_privacy.tables.price import LearningBudget
@@ -26,7 +26,7 @@ class Draft:
         num_owners: number of owners of all rows; None if rows are protected.
     """
 
-    def __init__(self, settings: Settings, num_units: int, num_owners: int | None):
+    def __init__(self, settings: TableSettings, num_units: int, num_owners: int | None):
         assert settings.budget is not None
         self._settings, self._n, self._num_owners = settings, num_units, num_owners
         self._budget = privacy.Budget.open(settings.budget)
