@@ -183,10 +183,9 @@ def test_odd_commands_end_in_one_sentence(first, places, tally, tmp_path):
 def test_odd_commands_in_processes_of_their_own(places, tally):
     """With names that are not UTF-8, as the system passes them."""
     lines = [
-        [b"report", b"\xff\xfe"], [b"train", b"--resume", b"\xff"], [b"explain", b"\xff:x"], [b"train", b"\xff"],
+        [b"report", b"\xff\xfe"], [b"report", b"FIFO"], [b"explain", b"\xff:x"],
         [b"train", b"adult", b"--epochs", b"0.01", b"--no-baseline", b"--run", b"run-\xff", b"--quiet"],
-        [b"report", b"run-\xff", b"--out", b"page-\xff.html"], [b"reproduce", b"--resume", b"run-\xff", b"--json"],
-        [b"report", b"FIFO"], [b"train", b"--resume", b"/dev/zero"], [b"epsilon", b"--steps", b"\xff"],
+        [b"report", b"run-\xff", b"--out", b"page-\xff.html"],
     ]  # fmt: skip
     failed = []
     for line in lines:

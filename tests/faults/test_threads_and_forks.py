@@ -191,11 +191,12 @@ def test_a_fork_releases_nothing(tmp_path, tally):
     train(expected)
     for folder in (None, tmp_path):
         training = training_of(run_folder=folder)
-        for x, y in training:
+        for number, (x, y) in enumerate(training):
             losses = cross_entropy(training.model, x, y)
-            said.append(forked(lambda: training.step(losses) and "released"))  # noqa: B023
-            said.append(forked(lambda: train(training)))  # noqa: B023
-            if folder is not None:
+            if number % 3 == 0:  # each fork runs a training
+                said.append(forked(lambda: training.step(losses) and "released"))  # noqa: B023
+                said.append(forked(lambda: train(training)))  # noqa: B023
+            if number % 3 == 0 and folder is not None:
                 ledger = training.ledger
                 release = training.event, len(ledger), "a"
                 said.append(forked(lambda: ledger.record(*release)))  # noqa: B023
