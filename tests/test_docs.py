@@ -20,6 +20,7 @@ from inspect import isclass, isfunction
 from pathlib import Path
 from unittest.mock import Mock, patch
 
+import nbformat
 import pytest
 import torch
 import torch.distributed.run
@@ -137,6 +138,22 @@ def test_python_of_the_page_runs_as_printed(page, capsys, monkeypatch, tmp_path)
                 assert not printed or block.output is not None, f"{page}, line {block.line}: prints {printed!r}"
                 if block.output is not None:
                     assert_shown(printed, block.output, VARY.get((page, re.split(r"\W", block.output)[0]), 0.0))
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:Proactor event loop")
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebook_runs_and_shows_what_it_prints(path, monkeypatch):
+    """Every cell runs, and what the reader sees has the same kinds of outputs."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    kinds = [
+        [
+            [(output.output_type, *sorted(output.get("data", ()))) for output in cell.get("outputs", ())]
+            for cell in cells
+        ]
+        for cells in (nbformat.read(path, 4).cells, import_module("_notebooks").executed(path).cells)
+    ]
+    assert kinds[0] == kinds[1]
 
 
 def run_session(block: Block, names: dict) -> None:
