@@ -199,7 +199,9 @@ def draw_curves(log: accuracy.Log) -> None:
                 x, mean, error = zip(*points, strict=True)
                 clip = "clip norm 0.1, rate times 10" if "clip" in name else "clip norm 1"
                 axes.errorbar(x, mean, yerr=error, marker="o", markersize=4, linewidth=1.4, label=clip)
-            axes.set_xscale("log", base=2 if key != "epsilon" else 10)
+            axes.set_xscale("log", base=2)
+            ticks = [x for x, *_ in points][::2]
+            axes.set_xticks(ticks, [f"{x:.2g}" if x < 10 else f"{x:.0f}" for x in ticks])
             axes.set_xlabel(label, fontsize=11)
         panels[0].set_ylabel("test accuracy, %", fontsize=11)
         panels[2].legend(fontsize=9, frameon=False)
