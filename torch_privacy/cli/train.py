@@ -99,6 +99,7 @@ def train_in(
     with DeferredSignals() as signals:
         from torch_privacy.cli.progress import run_to_end
         from torch_privacy.privacy.summary import privacy_lines
+        from torch_privacy.runs.quality import warnings_of
         from torch_privacy.runs.table import score_lines
 
         with naming(folder), saying_warnings(), processes.open_run(folder, experiment, chosen) as job:
@@ -110,6 +111,8 @@ def train_in(
                 say(f"  {again()} train --resume {folder}")
                 raise typer.Exit(128 + (signals.received or 0))
             results = job.finish()
+    for warning in warnings_of(results):
+        say(f"torch-privacy: {warning}")
     lines = [*score_lines(results), *privacy_lines(job.summary()), ("report", str(job.folder.report))]
     if job.experiment == OWN_TABLE:
         lines.append(("to predict other rows", f"torch-privacy predict {folder} FILE"))

@@ -17,17 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import Subset
 
 import torch_privacy as tp
 from torch_privacy import privacy, tables
-from torch_privacy.experiments import table_notes
+from torch_privacy.experiments import table_notes, table_scores
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.table_budget import Draft
 from torch_privacy.experiments.table_settings import TEST_SHARE, Settings
-from torch_privacy.experiments.task import ACCURACY, Score, Task, seeded
-from torch_privacy.runs import metrics as log
+from torch_privacy.experiments.task import Task, seeded
 from torch_privacy.runs.rows import ACCURACY_COLUMN, SCORE
 from torch_privacy.support import validate as _check
 from torch_privacy.support.ranks import Ranks
@@ -139,6 +137,7 @@ def build_task(
     schema = tables.Schema.from_toml(released["schema"])
     encoder = tables.Encoder(schema)
     train, test = encoder.encode(frame.iloc[train_rows]), encoder.encode(frame.iloc[test_rows])
+    threshold = table_scores.threshold_of(settings.threshold, schema)
     known = torch.nonzero(test.has_target).flatten().tolist()
     if not known:
         raise ValueError(f"train: {path}: no test row has a target; take a larger --test-share.")
@@ -164,7 +163,14 @@ def build_task(
         new_model=partial(seeded, partial(tables.new_model, schema, settings.hidden_units), settings.seed),
         new_optimizer=replace(found, learning_rate=settings.learning_rate).new_optimizer,
         losses=tables.losses,
-        score=_score(schema, encoder),
+        score=table_scores.score_of(schema, encoder, threshold),
+        more_scores=partial(
+            table_scores.more_scores,
+            encoder,
+            Subset(test.dataset(), known),
+            threshold,
+            None if owners is None else owners[test_rows][known],
+        ),
         private=lambda model: private,
         owners=of_owners,
         average=settings.average,
@@ -259,19 +265,6 @@ def _count(owners: Any) -> int | None:
 def _num_units(owners: Any, rows: Any) -> int:
     """Returns the number of rows, or of their owners."""
     return len(rows) if owners is None else len(set(owners[rows]))
-
-
-def _score(schema: tables.Schema, encoder: tables.Encoder) -> Score:
-    """Returns the accuracy, or the root mean squared error in the unit of the target."""
-    if schema.task == "classification":
-        return ACCURACY
-    scale = encoder.target_scale
-    return Score(log.Measure("RMSE", larger_is_better=False), _squared_error, lambda mean: scale * mean**0.5)
-
-
-def _squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Returns the squared errors, (n,); 0 for a row without a target."""
-    return torch.where(targets.isnan(), 0.0, outputs - targets).square()
 
 
 def declared(path: Path, target: str, file: str | None, owner: str | None, where: str = "train") -> tables.Schema:

@@ -48,8 +48,24 @@ class Settings(task.Settings):
     test_share: Annotated[
         float, OfTable("Share of the rows kept for the test, in (0, 1).", shown=f"{TEST_SHARE:g}")
     ] = TEST_SHARE
+    threshold: Annotated[
+        str | None,
+        OfTable(
+            "Predict a class from this probability on, such as yes=0.1; for rare classes.",
+            shown="the most probable class",
+            metavar="CLASS=P",
+        ),
+    ] = None
     clipping: str = "flat"  # older runs have "automatic": its probabilities were worse than the base rate
     average: float = 0.99  # decay of the weights' moving average
 
 
-OF_TABLE = ("target", "schema", "schema_share", "owner", "per_owner", "test_share")  # that no experiment has
+OF_TABLE = (
+    "target",
+    "schema",
+    "schema_share",
+    "owner",
+    "per_owner",
+    "test_share",
+    "threshold",
+)  # that no experiment has

@@ -127,6 +127,7 @@ class Task:
     new_optimizer: Callable[[nn.Module], Optimizer]
     losses: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> (n,), one loss per example
     score: Score = ACCURACY
+    more_scores: Callable[[nn.Module], dict[str, Any]] | None = None  # of the finished model, for ``results.json``
     new_baseline_optimizer: Callable[[nn.Module], Optimizer] | None = None  # with a learning rate of its own
     baseline_held_out: float = 0.0  # part of the training data that picks the baseline's best epoch; 0 takes the last
     new_scheduler: Callable[[Optimizer, int], LRScheduler] | None = None  # (optimizer, number of steps)

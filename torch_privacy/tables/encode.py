@@ -18,6 +18,7 @@ from ..support.validate import quoted
 from .cells import Cells, dates, numbers, read_cells
 from .extra import needed
 from .schema import Column, Schema
+from .threshold import Threshold
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -123,6 +124,11 @@ class Encoder:
         low, high = self.schema.target_column.limits
         return (high - low) / 2
 
+    def unscaled(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns scaled targets of a regression, or outputs, (n,), in the target's own unit."""
+        low, high = self.schema.target_column.limits
+        return low + (high - low) * (values + 1) / 2
+
     def encode(self, frame: DataFrame, *, with_target: bool = True, where: str = "the table") -> Encoded:
         """Returns the tensors of a table's rows.
 
@@ -165,11 +171,12 @@ class Encoder:
             torch.from_numpy(np.concatenate(parts, 1)), torch.from_numpy(codes), targets, missing, not_understood
         )
 
-    def predictions(self, outputs: Tensor) -> DataFrame:
+    def predictions(self, outputs: Tensor, threshold: Threshold | None = None) -> DataFrame:
         """Returns a model's outputs as a table with the column "prediction".
 
-        For classification, logits (n, classes) also become "probability of CLASS" for each class. For regression,
-        outputs (n,) become numbers in the target's unit, clipped to its bounds; one that is not finite becomes NaN.
+        For classification, logits (n, classes) also become "probability of CLASS" for each class; the prediction is
+        the most probable class, or that of a ``threshold``. For regression, outputs (n,) become numbers in the target's
+        unit, clipped to its bounds; one that is not finite becomes NaN.
         """
         pandas = needed("pandas")
         outputs = outputs.detach().cpu().double()
@@ -179,7 +186,8 @@ class Encoder:
             return pandas.DataFrame({"prediction": low * (1 - scaled) + high * scaled})
         classes = self.schema.classes
         chances = outputs.softmax(1).numpy()
-        table = {"prediction": np.array(classes, object)[outputs.argmax(1).numpy()]}
+        places = outputs.argmax(1).numpy() if threshold is None else threshold.decide(chances)
+        table = {"prediction": np.array(classes, object)[places]}
         table |= {f"probability of {name}": chances[:, i] for i, name in enumerate(classes)}
         return pandas.DataFrame(table)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.privacy.summary import attacker_lines, privacy_lines
 from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.quality import quality_lines, warnings_of
 from torch_privacy.runs.report import words
 from torch_privacy.runs.report.training_plots import Training
 
@@ -140,6 +141,10 @@ def _for_one_person(run: Training) -> list[str]:
 
 
 def _scores(run: Training) -> list[str]:
+    if more := quality_lines(run.results):
+        held = [f"> **{_text(text)}**" for text in warnings_of(run.results)]
+        heading = ("on held-out examples", "± standard error, beside a constant")
+        return ["## Scores", *held, _table(heading, more), "Epsilon does not cover the held-out examples."]
     if not run.scores:
         return []
     rows = [

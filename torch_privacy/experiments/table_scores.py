@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides the scores of a training on a table: one after each epoch, and all of them at the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+from torch_privacy import tables
+from torch_privacy.experiments.task import ACCURACY, Score
+from torch_privacy.runs import metrics as log
+
+ROWS_AT_ONCE = 4096
+
+
+def score_of(schema: tables.Schema, encoder: tables.Encoder, threshold: tables.Threshold | None) -> Score:
+    """Returns the accuracy, or the root mean squared error in the unit of the target."""
+    if schema.task == "classification":
+        return ACCURACY if threshold is None else replace(ACCURACY, of_each=partial(_is_decided, threshold))
+    scale = encoder.target_scale
+    return Score(log.Measure("RMSE", larger_is_better=False), _squared_error, lambda mean: scale * mean**0.5)
+
+
+def _is_decided(threshold: tables.Threshold, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Returns float32 (n,): 1 where the class that the threshold decides for is the target."""
+    decided = torch.from_numpy(threshold.decide(outputs.detach().cpu().double().softmax(1).numpy()))
+    return (decided.to(targets.device) == targets).float()
+
+
+def threshold_of(text: str | None, schema: tables.Schema, where: str = "train") -> tables.Threshold | None:
+    """Returns the threshold that the user has chosen, for the classes of a complete schema."""
+    return None if text is None else tables.Threshold.parse(text, schema.classes, where)
+
+
+def more_scores(
+    encoder: tables.Encoder, test: Subset[Any], threshold: tables.Threshold | None, owners: Any, model: nn.Module
+) -> dict[str, Any]:
+    """Returns the scores of a model on the test rows, with errors and those of a constant; {} if it has diverged."""
+    inputs, targets = (part[test.indices] for part in test.dataset.tensors)  # pyright: ignore[reportAttributeAccessIssue]
+    was_training = model.training
+    with torch.no_grad():
+        outputs = torch.cat([model.eval()(part) for part in inputs.split(ROWS_AT_ONCE)]).double()
+    model.train(was_training)
+    if not outputs.isfinite().all():
+        return {}
+    if encoder.schema.task == "regression":
+        low, high = encoder.schema.target_column.limits
+        truth = encoder.unscaled(targets.double().numpy())
+        return tables.scores_of_numbers(encoder.unscaled(outputs.numpy()).clip(low, high), truth, owners=owners)
+    found = outputs.softmax(1).numpy(), targets.numpy(), encoder.schema.classes
+    return tables.scores_of_classes(*found, threshold=threshold, owners=owners)
+
+
+def _squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Returns the squared errors, (n,); 0 for a row without a target."""
+    return torch.where(targets.isnan(), 0.0, outputs - targets).square()
