@@ -197,7 +197,7 @@ def _learn(
     """Learns privately what the schema leaves open; returns the completed schema with its price, as plain data."""
     path = Path(settings.file)
     schema = declared(path, settings.target, settings.schema, settings.owner)
-    if schema.is_complete:
+    if schema.is_complete and not (settings.target_epsilon and schema.has_scales_to_learn):
         return {"schema": schema.to_toml(), "events": [], "fingerprints": [], "notes": []}
     share, kept, noise = settings.schema_share, _Kept(table_notes.event_unit(settings), new_ledger), None
     assert settings.target_epsilon is not None, "noise alone leaves nothing to learn with"
@@ -212,6 +212,7 @@ def _learn(
             owners=owners,
             per_owner=settings.per_owner or 1,
             record=kept.record,
+            scales=True,
         )
     except tables.TableError as error:
         price = (

@@ -47,7 +47,12 @@ class Draft:
         assert settings.target_epsilon is not None
         unit, share = table_notes.event_unit(settings), settings.schema_share
         parts = LearningBudget.of(
-            schema, self._n, settings.per_owner or 1, share * settings.target_epsilon, share * settings.delta
+            schema,
+            self._n,
+            settings.per_owner or 1,
+            share * settings.target_epsilon,
+            share * settings.delta,
+            scales=True,
         )
         learning = [(replace(event, unit=unit), count) for event, count in parts.events]  # type: ignore[call-arg]
         probability, steps = settings.expected_batch_size / self._n, number_of_steps(settings, self._n)

@@ -65,7 +65,8 @@ def _in_words(schema: tables.Schema) -> str:
             found.append(f"{name} {len(categories)} categories{names}")
         else:
             low, high = column.bounds or ("", "")
-            found.append(f"{name} {low} to {high}")
+            scale = "" if column.scale in (None, column.bounds) else f", most {column.scale[0]} to {column.scale[1]}"
+            found.append(f"{name} {low} to {high}{scale}{'' if column.log is None else ', its logarithm'}")
     more = [f"and {len(found) - MOST_NAMES} more in schema.toml"] if len(found) > MOST_NAMES else []
     return "; ".join([*found[:MOST_NAMES], *more])
 

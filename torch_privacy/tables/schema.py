@@ -36,6 +36,10 @@ class Column:
         categories: the texts that are kept apart; all others are "other".
         day_first: whether ``03/01/2024`` is the third of January.
         reason: why the column is ignored, in words.
+        scale: of numbers and dates, where most values lie within the bounds: it becomes [-1, 1], and values outside it
+            go on to ±3. None stands for the bounds; ``learn(..., scales=True)`` learns it.
+        log: unit of the logarithm ``log(1 + value / log)`` that a model sees in place of a number; None for none.
+        source: where bounds or categories are known from, in words, such as a form or a law.
     """
 
     name: str
@@ -44,6 +48,9 @@ class Column:
     categories: tuple[str, ...] | None = None
     day_first: bool = False
     reason: str = ""
+    scale: tuple[Any, Any] | None = None
+    log: float | None = None
+    source: str = ""
 
     @property
     def is_open(self) -> bool:
@@ -58,6 +65,11 @@ class Column:
         assert self.bounds is not None
         low, high = self.bounds
         return (parse_date(low), parse_date(high)) if self.kind == "date" else (float(low), float(high))
+
+    @property
+    def scale_limits(self) -> tuple[float, float]:
+        """Returns the scale as numbers; the bounds, if there is none."""
+        return self.limits if self.scale is None else replace(self, bounds=self.scale).limits
 
 
 @dataclass(frozen=True)
@@ -167,6 +179,11 @@ class Schema:
         return (self.task is not None or not self.target) and not self.open_columns
 
     @property
+    def has_scales_to_learn(self) -> bool:
+        """True if a feature, or a number to predict, has bounds but no scale."""
+        return any(column.bounds is not None and column.scale is None for column in self.columns)
+
+    @property
     def open_columns(self) -> tuple[Column, ...]:
         """Returns the columns of which something is to be learnt."""
         return tuple(column for column in self.columns if column.is_open)
@@ -220,6 +237,7 @@ class Schema:
             self._refuse(f"kind = {kind!r} must be one of {quoted(KINDS)}", name)
         if column.bounds is not None and kind not in ("number", "date"):
             self._refuse(f"bounds belong to a number or a date, not to kind = {kind!r}", name)
+        self._check_scale(column)
         if column.categories is not None and kind != "category":
             self._refuse(f"categories belong to kind = 'category', not to {kind!r}", name)
         if column.bounds is not None:
@@ -227,8 +245,8 @@ class Schema:
         if column.categories is not None:
             self._check_categories(column, column.categories)
 
-    def _check_bounds(self, column: Column) -> None:
-        shown = f"bounds = {list(column.bounds or ())!r}"
+    def _check_bounds(self, column: Column, key: str = "bounds") -> None:
+        shown = f"{key} = {list(column.bounds or ())!r}"
         if column.kind == "date":
             if not all(isinstance(end, str) and not math.isnan(parse_date(end)) for end in column.bounds or ()):
                 self._refuse(f"{shown} must be two dates such as 2024-01-31", column.name)
@@ -240,6 +258,26 @@ class Schema:
         low, high = column.limits
         if not low < high:
             self._refuse(f"{shown} must be the smaller one first, and not equal", column.name)
+
+    def _check_scale(self, column: Column) -> None:
+        if column.scale is not None:
+            if column.bounds is None:
+                self._refuse("scale belongs to a number or a date with bounds", column.name)
+            self._check_bounds(replace(column, bounds=column.scale), "scale")
+            (low, high), (first, last) = column.limits, column.scale_limits
+            if not low <= first < last <= high:
+                self._refuse(f"scale = {list(column.scale)!r} must lie within bounds", column.name)
+        if column.log is not None and not (
+            column.kind == "number"
+            and isinstance(column.log, (int, float))
+            and 0 < column.log <= LARGEST_BOUND
+            and column.bounds is not None
+            and column.limits[0] >= 0
+            and column.name != self.target
+        ):
+            self._refuse(
+                f"log = {column.log!r} must be a number above 0, of a feature with bounds of 0 or more", column.name
+            )
 
     def _check_categories(self, column: Column, categories: tuple[str, ...]) -> None:
         if not categories or not all(isinstance(category, str) for category in categories):
