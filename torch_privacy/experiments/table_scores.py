@@ -40,7 +40,7 @@ def threshold_of(text: str | None, schema: tables.Schema, where: str = "train") 
 def more_scores(
     encoder: tables.Encoder, test: Subset[Any], threshold: tables.Threshold | None, owners: Any, model: nn.Module
 ) -> dict[str, Any]:
-    """Returns the scores of a model on the test rows, with errors and those of a constant; {} if it has diverged."""
+    """Returns ``quality``, the scores on the test rows, and ``coefficients`` of a linear model; {} if it has diverged."""
     inputs, targets = (part[test.indices] for part in test.dataset.tensors)  # pyright: ignore[reportAttributeAccessIssue]
     was_training = model.training
     with torch.no_grad():
@@ -51,11 +51,41 @@ def more_scores(
     if encoder.schema.task == "regression":
         low, high = encoder.schema.target_column.limits
         truth = encoder.unscaled(targets.double().numpy())
-        return tables.scores_of_numbers(encoder.unscaled(outputs.numpy()).clip(low, high), truth, owners=owners)
-    found = outputs.softmax(1).numpy(), targets.numpy(), encoder.schema.classes
-    return tables.scores_of_classes(*found, threshold=threshold, owners=owners)
+        quality = tables.scores_of_numbers(encoder.unscaled(outputs.numpy()).clip(low, high), truth, owners=owners)
+    else:
+        found = outputs.softmax(1).numpy(), targets.numpy(), encoder.schema.classes
+        quality = tables.scores_of_classes(*found, threshold=threshold, owners=owners)
+    listed = coefficients(encoder, model)
+    return {"quality": quality, **({"coefficients": listed} if listed else {})}
 
 
 def _squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """Returns the squared errors, (n,); 0 for a row without a target."""
     return torch.where(targets.isnan(), 0.0, outputs - targets).square()
+
+
+def coefficients(encoder: tables.Encoder, model: nn.Module) -> list[dict[str, Any]]:
+    """Returns the coefficients of a linear model, each with its column and value; [] for a perceptron.
+
+    They are added to the log-odds of the last of two classes, the logit of each of more classes, or the number to
+    predict in its own unit: of a number for half of its scale, of a category where it is the value.
+    """
+    if not isinstance(model, tables.TableModel) or model.mlp is not None:
+        return []
+    schema, rows = encoder.schema, []
+    for layer, names in ((model.linear, encoder.names_of_numbers), (model.bias, encoder.names_of_codes)):
+        if layer is None:
+            continue
+        weight = layer.weight.detach().double()
+        rows += list(zip(names, (weight.T if isinstance(layer, nn.Linear) else weight).tolist(), strict=True))
+    if schema.task == "regression":
+        scale = encoder.target_scale
+        return [{"column": c, "value": v, "class": None, "coefficient": scale * of[0]} for (c, v), of in rows]
+    place, classes = len(schema.classes) - 1, schema.classes
+    if len(classes) == 2:
+        return [{"column": c, "value": v, "class": classes[place], "coefficient": of[1] - of[0]} for (c, v), of in rows]
+    return [
+        {"column": c, "value": v, "class": name, "coefficient": one - sum(of) / len(of)}
+        for (c, v), of in rows
+        for name, one in zip(classes, of, strict=True)
+    ]

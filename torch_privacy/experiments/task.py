@@ -146,6 +146,7 @@ class Task:
     schema: str | None = None  # of a table, as TOML: kept in the run folder, to encode other tables in the same way
     rows: Sequence[Any] | None = None  # of the private table, for the keyed fingerprint in the privacy statement
     notes: tuple[str, ...] = ()  # sentences to say before the first step; they may tell what ``released`` holds
+    declared: tuple[Mapping[str, str], ...] = ()  # of a table: columns with what was declared public, and its source
     exact: tuple[str, ...] = ()  # sentences with exact counts of private data: to show, and to write nowhere
 
 

@@ -164,6 +164,18 @@ QUALITY = record(  # of a training on a table: scores on test rows, each with it
     optional=("rows", "measures", "warnings", "classes", "base_rates", "positive", "calibration"),
     closed=True,
 )
+DECLARED = {
+    "type": "array",
+    "maxItems": 20_000,
+    "items": record({"column": TEXT, "declared": TEXT, "source": TEXT}, closed=True),
+}
+COEFFICIENTS = {
+    "type": "array",
+    "maxItems": 10**6,
+    "items": record(
+        {"column": TEXT, "value": TEXT, "class": {"type": ["string", "null"]}, "coefficient": NUMBER}, closed=True
+    ),
+}
 OF_EXPERIMENT = record(
     {
         **OF_ANY_TRAINING,
@@ -172,10 +184,12 @@ OF_EXPERIMENT = record(
         "test_score": SCORE,
         "baseline_test_score": SCORE,
         "quality": QUALITY,
+        "declared": DECLARED,
+        "coefficients": COEFFICIENTS,
         "diverged": {"type": "array", "items": {"enum": ["private", "non-private"]}, "maxItems": 2},
         "seconds": record({"private": SECONDS, "non_private": SECONDS}, closed=True),
     },
-    optional=("ranks", *OWNERS, "quality", "diverged", "seconds", *DIGESTS),
+    optional=("ranks", *OWNERS, "quality", "declared", "coefficients", "diverged", "seconds", *DIGESTS),
 )
 OF_LOOP = record(  # of a training in a loop of one's own
     {

@@ -118,6 +118,29 @@ class Encoder:
         return tuple(FIRST_CODE + len(column.categories or ()) for column in self._categorical)
 
     @property
+    def names_of_numbers(self) -> list[tuple[str, str]]:
+        """Returns the column and the meaning of each column of ``Encoded.numbers``."""
+        waves = ("sine of the year", "cosine of the year", "sine of the week", "cosine of the week")
+        return [
+            (column.name, meaning)
+            for column in self._numeric
+            for meaning in (
+                "half of its scale" if column.log is None else "half of its scale, as logarithm",
+                *(waves if column.kind == "date" else ()),
+                "missing",
+            )
+        ]
+
+    @property
+    def names_of_codes(self) -> list[tuple[str, str]]:
+        """Returns the column and the value of each code, of one column after the other."""
+        return [
+            (column.name, value)
+            for column in self._categorical
+            for value in ("(missing)", "(other)", *(column.categories or ()))
+        ]
+
+    @property
     def target_scale(self) -> float:
         """Returns the factor from an error of a scaled target to the target's own unit; 1 for classification."""
         if self.schema.task != "regression":

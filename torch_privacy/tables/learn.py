@@ -24,7 +24,7 @@ from .price import LearningBudget
 from .ranges import is_unscaled, learn_ranges
 from .read import rows_of
 from .schema import KIND_OF_TASK, Column, Schema, Task
-from .schema_file import toml_key
+from .schema_file import toml_key, toml_text
 from .split import owner_codes
 
 if TYPE_CHECKING:
@@ -260,7 +260,9 @@ class _Learning:
             elif filled and sorts["number"] >= MAJORITY * filled:
                 used, column = sorts["number"], replace(column, kind="number")
             elif filled and all_dates >= MAJORITY * filled and not is_target:
-                day_first = of["date, day first"] - of["date, month first"] > error
+                day_first = self._open.day_first
+                if day_first is None:
+                    day_first = of["date, day first"] - of["date, month first"] > error
                 used, column = all_dates, replace(column, kind="date", day_first=day_first)
             else:
                 used, column = filled, replace(column, kind="category")
@@ -317,13 +319,17 @@ class _Learning:
             return
         if not found:
             self._refuse(
-                f"has no value in about {threshold} rows or more, which it takes to be learnt; list its categories in "
-                "the schema, or make it a regression"
+                f"has no value in about {threshold} rows or more, which it takes to be learnt",
+                'kind = "category"',
+                'categories = ["...", "..."]',
+                'or kind = "number", bounds = [0, 100] for a number',
             )
         if len(found) == 1:
             self._refuse(
                 f"has one frequent value alone, {next(iter(found))!r}, so there is nothing to predict; a rarer value "
-                f"takes about {threshold} rows to be learnt, or list the categories in the schema"
+                f"takes about {threshold} rows to be learnt",
+                'kind = "category"',
+                f'categories = [{toml_text(next(iter(found)))}, "..."]',
             )
         self._columns[name] = replace(column, kind="category", categories=tuple(sorted(found)))
         self._note_rare(name, found, threshold, noise)

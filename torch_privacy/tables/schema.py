@@ -18,6 +18,8 @@ from .schema_file import KINDS, parse, read_text, toml_key, write
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from .shape import Shape
+
 Kind = Literal["number", "category", "date", "ignored", "learn"]
 Task = Literal["classification", "regression"]
 TASKS = ("classification", "regression")
@@ -82,6 +84,8 @@ class Schema:
         task: ``"classification"`` or ``"regression"``; None if it is to be learnt, or without target.
         missing: texts that mean a missing value, in any case; the empty cell always does.
         decimal: ``"."`` or ``","``; the other one may separate thousands.
+        day_first: whether dates of columns to be learnt have the day before the month; None learns it for each.
+        file: separator and encoding of the file that a template was made from, in words, for a comment.
 
     Raises:
         ValueError: one sentence that names the column and what is wrong.
@@ -100,6 +104,8 @@ class Schema:
     task: Task | None = None
     missing: tuple[str, ...] = MISSING
     decimal: Literal[".", ","] = "."
+    day_first: bool | None = None
+    file: str = ""
     _where: str = field(default="Schema", repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +114,12 @@ class Schema:
             self._refuse(f"the column {twice[0]!r} comes twice")
         if self.target and self.target not in names:
             self._refuse(f"target = {self.target!r} is not one of its columns{_did_you_mean(self.target, names)}")
+        if self.task is None and self.target:
+            kind = self.target_column.kind  # a declared kind says the task
+            if kind == "category" or (kind == "number" and self.target_column.bounds is not None):
+                object.__setattr__(self, "task", "classification" if kind == "category" else "regression")
+        if not isinstance(self.day_first, (bool, type(None))):
+            self._refuse(f"day_first = {self.day_first!r} must be true or false")
         if self.task not in (None, *TASKS):
             self._refuse(f"task = {self.task!r} must be 'classification', 'regression' or 'learn'")
         if self.decimal not in (".", ","):
@@ -122,11 +134,20 @@ class Schema:
             self._refuse("every column but the target is ignored. Nothing is left to learn from")
 
     @classmethod
-    def template(cls, path: str | Path, target: str, *, task: Task | None = None, ignore: Iterable[str] = ()) -> Schema:
-        """Returns the cautious schema of a file, from its column names and storage types alone.
+    def template(
+        cls,
+        path: str | Path,
+        target: str,
+        *,
+        task: Task | None = None,
+        ignore: Iterable[str] = (),
+        shape: Shape | None = None,
+    ) -> Schema:
+        """Returns the cautious schema of a file, from its column names and storage types, and a ``shape``.
 
-        No cell is looked at. CSV has no storage types, so every kind is to be learnt; in Parquet a number, date, truth
-        value or text is one, with bounds and categories to be learnt. What has no use, such as a list, is ignored.
+        No cell is looked at here. CSV has no storage types, so every kind is to be learnt; in Parquet a number, date,
+        truth value or text is one, with bounds and categories to be learnt. What has no use, such as a list, is
+        ignored.
 
         Args:
             path: CSV or Parquet file.
@@ -134,6 +155,8 @@ class Schema:
             task: by default it follows from the target's storage type, if that is text, truth value or fraction; it is
                 to be learnt if the target is an integer, or in CSV.
             ignore: names of columns that the model must not see, such as that of the owner.
+            shape: how numbers and dates are written, from `shape_of`, which looks at cells; by default with a decimal
+                point, and the order of days and months is learnt.
 
         Raises:
             ValueError: one sentence; the target or a column to ignore is not in the file, or cannot be predicted.
@@ -152,7 +175,13 @@ class Schema:
         if target:
             place = list(types).index(target)
             columns[place], task = _target_of(str(path), target, types[target], task)
-        return cls(tuple(columns), target, task, _where=str(path))
+        if shape is None:
+            return cls(tuple(columns), target, task, _where=str(path))
+        columns = [
+            replace(column, day_first=bool(shape.day_first)) if column.kind == "date" else column for column in columns
+        ]
+        written = {"decimal": shape.decimal, "day_first": shape.day_first, "file": shape.in_words()}
+        return cls(tuple(columns), target, task, **written, _where=str(path))
 
     @classmethod
     def read(cls, path: str | Path) -> Schema:

@@ -18,7 +18,7 @@ from .cells import MISSING
 KINDS = ("number", "category", "date", "ignored", "learn")
 LEARN, BOUNDS = "learn", "bounds"
 LARGEST_FILE = 2**24
-TABLE_KEYS = ("target", "task", "missing", "decimal")
+TABLE_KEYS = ("target", "task", "missing", "decimal", "day_first")
 COLUMN_KEYS = {
     "number": ("kind", "bounds", "scale", "log", "source"),
     "date": ("kind", "bounds", "scale", "day_first", "source"),
@@ -75,6 +75,7 @@ def parse(text: str, where: str) -> dict[str, Any]:
         "task": None if task == LEARN else task,
         "missing": tuple(missing),
         "decimal": document.get("decimal", "."),
+        "day_first": document.get("day_first"),
     }
 
 
@@ -139,13 +140,18 @@ def _refuse(where: str, what: str) -> NoReturn:
 
 def write(schema: Mapping[str, Any]) -> str:
     """Returns the text of a schema file, from what `parse` returns."""
+    file = [f"# How the file was written, as most of its cells show: {schema['file']}.\n"] if schema.get("file") else []
     lines = [
         HEADER,
+        *file,
         f"target = {toml_text(schema['target'])}",
         f"task = {toml_text(schema['task'] or LEARN)}  # classification or regression",
         f"missing = {_list(schema['missing'])}  # cells that mean a missing value, in any case",
         f'decimal = {toml_text(schema["decimal"])}  # "," reads 1.234,5 as 1234.5',
     ]
+    if schema.get("day_first") is not None:
+        order = str(schema["day_first"]).lower()
+        lines.append(f"day_first = {order}  # 03/01/2024 is {'3 January' if schema['day_first'] else '1 March'}")
     for column in schema["columns"]:
         kind, name = column["kind"], column["name"]
         lines += ["", f"[columns.{toml_key(name)}]{'  # the target' if name == schema['target'] else ''}"]

@@ -16,7 +16,7 @@ from torch_privacy.privacy.summary import FALSE_POSITIVES, privacy_lines
 from torch_privacy.runs import table
 from torch_privacy.runs.folder import NO_DIGESTS
 from torch_privacy.runs.quality import headlines, warnings_of
-from torch_privacy.runs.report import audit, html, training_plots, words
+from torch_privacy.runs.report import audit, html, table_sections, training_plots, words
 from torch_privacy.runs.report.calibration import calibration_plots
 from torch_privacy.runs.report.training_plots import NOT_PRIVATE, Training
 from torch_privacy.runs.rows import folder_name, rows_folder
@@ -162,6 +162,7 @@ def _page_of_training(folder: RunFolder) -> str:
         "<h2>In numbers</h2>",
         html.pairs(_score_lines(run) + privacy_lines(summary)),
         "" if (audited := folder.read_audit()) is None else audit.section(audited),
+        table_sections.sections(results),
         "<h2>Settings</h2>",
         html.pairs(shown),
         "<h2>The privacy statement</h2>",
