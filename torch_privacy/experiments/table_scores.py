@@ -23,7 +23,11 @@ def score_of(schema: tables.Schema, encoder: tables.Encoder, threshold: tables.T
     if schema.task == "classification":
         return ACCURACY if threshold is None else replace(ACCURACY, of_each=partial(_is_decided, threshold))
     scale = encoder.target_scale
-    return Score(log.Measure("RMSE", larger_is_better=False), _squared_error, lambda mean: scale * mean**0.5)
+    column = schema.target_column
+    (low, high), (first, last) = column.limits, column.scale_limits
+    ends = tuple((2 * end - first - last) / (last - first) for end in (low, high))  # of the bounds, scaled
+    squared = partial(_squared_error, ends)
+    return Score(log.Measure("RMSE", larger_is_better=False), squared, lambda mean: scale * mean**0.5)
 
 
 def _is_decided(threshold: tables.Threshold, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -40,7 +44,7 @@ def threshold_of(text: str | None, schema: tables.Schema, where: str = "train") 
 def more_scores(
     encoder: tables.Encoder, test: Subset[Any], threshold: tables.Threshold | None, owners: Any, model: nn.Module
 ) -> dict[str, Any]:
-    """Returns ``quality``, the scores on the test rows, and ``coefficients`` of a linear model; {} if it has diverged."""
+    """Returns ``quality``, scores on the test rows, and ``coefficients`` of a linear model; {} if it has diverged."""
     inputs, targets = (part[test.indices] for part in test.dataset.tensors)  # pyright: ignore[reportAttributeAccessIssue]
     was_training = model.training
     with torch.no_grad():
@@ -59,9 +63,9 @@ def more_scores(
     return {"quality": quality, **({"coefficients": listed} if listed else {})}
 
 
-def _squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+def _squared_error(ends: tuple[float, ...], outputs: Tensor, targets: Tensor) -> Tensor:
     """Returns the squared errors, (n,); 0 for a row without a target."""
-    return torch.where(targets.isnan(), 0.0, outputs - targets).square()
+    return torch.where(targets.isnan(), 0.0, outputs.clamp(*ends) - targets).square()
 
 
 def coefficients(encoder: tables.Encoder, model: nn.Module) -> list[dict[str, Any]]:
@@ -78,6 +82,8 @@ def coefficients(encoder: tables.Encoder, model: nn.Module) -> list[dict[str, An
             continue
         weight = layer.weight.detach().double()
         rows += list(zip(names, (weight.T if isinstance(layer, nn.Linear) else weight).tolist(), strict=True))
+    if model.linear is not None:
+        rows.append((("(intercept)", ""), model.linear.bias.detach().double().tolist()))
     if schema.task == "regression":
         scale = encoder.target_scale
         return [{"column": c, "value": v, "class": None, "coefficient": scale * of[0]} for (c, v), of in rows]

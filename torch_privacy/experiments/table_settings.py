@@ -22,9 +22,7 @@ class Settings(task.Settings):
     file: str = ""
     hidden_units: Annotated[
         list[int],
-        Option(
-            "Width of the hidden layer, in units; for a table, 0 gives a linear model.", shown="adult: 16", kind=int
-        ),
+        Option("Width of the hidden layer, in units; for a table, 0 is a linear model.", shown="adult: 16", kind=int),
     ] = field(default_factory=lambda: [64])
     target: Annotated[str, OfTable("Column of the table to predict.", metavar="COLUMN")] = ""
     schema: Annotated[  # the file that declares what is public; None for the template's cautious choice
