@@ -176,7 +176,7 @@ def test_same_settings_make_the_same_split(file, finished):
 @pytest.mark.thorough
 def test_complete_schema_costs_nothing_and_exact_counts_are_only_shown(file, tmp_path, capsys):
     schema, folder = tmp_path / "schema.toml", tmp_path / "run"
-    schema.write_text(SCHEMA)
+    schema.write_text(SCHEMA.replace("[18, 90]", '[18, 90]\nscale = "bounds"'))
     assert run(["train", str(file), *TRAIN, "--schema", str(schema), "--run", str(folder)]) == 0
     shown = capsys.readouterr().err
     assert "nothing was learnt privately" in shown
