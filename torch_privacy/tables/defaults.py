@@ -53,8 +53,8 @@ def defaults(n: int, epsilon: float, delta: float | None = None) -> Defaults:
     with learning rate 0.01, gradients clipped to norm 5, one hidden layer of 64 units, and weights averaged over some
     100 steps. A small clip norm pushes all rows alike, also those that are right already, and the probabilities end far
     from the truth: with norm 5 log losses were the smallest, at the same accuracy. The settings were chosen on
-    Adult, scikit-learn's digits and made tables, all treated as public (``benchmarks/tables_tuning.py``). The learning of the
-    schema may spend 0.3 of epsilon, alone; as its noise is Gaussian, too, the training loses only about a twentieth of
+    Adult, scikit-learn's digits and made tables, all treated as public (``benchmarks/tables_tuning.py``). The learning of
+    the schema may spend 0.3 of epsilon, alone; as its noise is Gaussian, too, the training loses only about a twentieth of
     epsilon by it, not three tenths.
 
     Args:
