@@ -2,8 +2,8 @@
 """Trains on tables with the defaults of ``torch_privacy.tables``, beside two models without privacy.
 
 ``python benchmarks/tables_tuning.py`` prints, for each table, the test score of logistic (or ridge) regression and
-gradient boosting without privacy, then of the private perceptron at epsilon 1, 2 and 8, with everything learnt privately: no
-schema is given. Some seconds each, on one core.
+gradient boosting without privacy, then of the private perceptron at epsilon 1, 2 and 8, with everything learnt
+privately: no schema is given. Some seconds each, on one core.
 """
 
 from __future__ import annotations
