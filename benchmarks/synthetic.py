@@ -21,7 +21,7 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 from tables import adult, digits, made
 
 from torch_privacy import tables
-from torch_privacy.tables.synthesis import Run, Settings
+from torch_privacy.tables.synthesis import GeneratorRun, SynthesisSettings
 from torch_privacy.tables.synthesis.judge import audit, judge
 
 TABLES = {"Adult": (adult, "income"), "made": (made, "target"), "digits": (digits, "digit")}
@@ -48,12 +48,12 @@ def one(path: Path, name: str, target: str, epsilon: float, seed: int, generator
     train_rows, test_rows = tables.split(len(frame), seed=seed, share=0.1)
     train, test = frame.iloc[train_rows], frame.iloc[test_rows]
     schema = tables.Schema.template(path, target)
-    settings = Settings(
+    settings = SynthesisSettings(
         generator=generator, epsilon=epsilon, delta=tables.defaults(len(train), epsilon).delta, seed=seed
     )
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        run = Run(Path(folder) / "run", train, schema, settings)
+        run = GeneratorRun(Path(folder) / "run", train, schema, settings)
         for _ in run.steps():
             pass
         synthesizer = run.synthesizer()

@@ -24,7 +24,7 @@ from torch_privacy.privacy.rounding import round_up
 from torch_privacy.privacy.summary import percent
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.report import training_plots
-from torch_privacy.runs.verify import NEVER_CHECKED, Verdict, verify
+from torch_privacy.runs.verify import NEVER_CHECKED, Outcome, verify
 from torch_privacy.sklearn import PrivateClassifier
 
 N, STEPS, NOISE = 200, 6, 8.0
@@ -328,14 +328,14 @@ NAIVE = {  # without new digests
 
 
 def false_findings(folder):
-    return [finding.subject for finding in verify(folder).of(Verdict.DIFFERS)]
+    return [finding.subject for finding in verify(folder).of(Outcome.DIFFERS)]
 
 
 def test_what_was_written_is_verified_and_the_limits_are_named(finished, capsys):
     found = verify(finished)
     assert false_findings(finished) == []
     assert not found.is_false
-    unchecked = [finding.subject for finding in found.of(Verdict.UNCHECKED)]
+    unchecked = [finding.subject for finding in found.of(Outcome.UNCHECKED)]
     assert set(unchecked) == set(NEVER_CHECKED)
     assert command(["verify", str(finished)]) == 0
     shown = capsys.readouterr().out
@@ -384,7 +384,7 @@ def test_who_changes_every_file_is_not_found_and_the_table_says_so(finished, tmp
     found = verify(run.folder.path)
     assert not found.is_false
     assert {"all files were not changed together", "the weights come from these releases"} <= {
-        finding.subject for finding in found.of(Verdict.UNCHECKED)
+        finding.subject for finding in found.of(Outcome.UNCHECKED)
     }
 
 
@@ -394,9 +394,9 @@ def test_what_was_not_published_cannot_be_checked(finished, tmp_path):
     found = verify(tmp_path)
     assert not found.is_false
     assert {"digest of results.json itself", "report.html: its numbers"} <= {
-        finding.subject for finding in found.of(Verdict.UNCHECKED)
+        finding.subject for finding in found.of(Outcome.UNCHECKED)
     }
-    agreeing = {finding.subject for finding in found.of(Verdict.AGREES)}
+    agreeing = {finding.subject for finding in found.of(Outcome.AGREES)}
     assert {"epsilon at delta = 0.0001", "mu", "epsilon by dp-accounting", "releases of the ledger"} <= agreeing
     (tmp_path / "privacy.json").unlink()
     with pytest.raises(ValueError, match=r"has no privacy\.json"):
@@ -510,7 +510,7 @@ def test_event_that_is_not_imported_is_no_agreement_and_the_cure_is_said(tmp_pat
     for name in ("privacy.json", "ledger.jsonl"):
         shutil.copy(FORMER / "loop" / name, tmp_path)
     Tampered(tmp_path).edit("privacy.json", value("releases", 0, "event", "type", to="SumOfRecords"))
-    (found,) = verify(tmp_path).of(Verdict.DIFFERS)
+    (found,) = verify(tmp_path).of(Outcome.DIFFERS)
     assert "import the module of an event of your own first" in found.detail
 
 

@@ -15,8 +15,8 @@ from dp_accounting.pld import PLDAccountant
 from torch_privacy import privacy, tables
 from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.tables import Column, Schema
-from torch_privacy.tables.synthesis import Run, Settings, plan
-from torch_privacy.tables.synthesis.cells import BINS, Grid
+from torch_privacy.tables.synthesis import GeneratorRun, SynthesisSettings, plan
+from torch_privacy.tables.synthesis.cells import BINS, ColumnGrid
 from torch_privacy.tables.synthesis.chain import Chain, marginal
 from torch_privacy.tables.synthesis.graph import Measured, Model, elimination
 from torch_privacy.tables.synthesis.judge import judge
@@ -46,7 +46,7 @@ def people(n=400, seed=0):
 
 
 def settings(generator, **more):
-    return Settings(generator=generator, epsilon=4.0, delta=1e-4, **{"steps": 4, **more})
+    return SynthesisSettings(generator=generator, epsilon=4.0, delta=1e-4, **{"steps": 4, **more})
 
 
 def finished(run):
@@ -112,7 +112,7 @@ def test_every_measured_marginal_lies_within_one_group():
 
 
 def test_a_row_is_encoded_by_its_own_cells_and_comes_back_within_its_bin():
-    grid, frame = Grid(SCHEMA), people()
+    grid, frame = ColumnGrid(SCHEMA), people()
     codes = grid.encode(frame)
     np.testing.assert_array_equal(codes[5:6], grid.encode(frame.iloc[5:6]))
     back = grid.decode(codes, np.random.default_rng(0), whole=["age"])
@@ -156,7 +156,7 @@ def made(codes, generator="mst", scale=3.0, key=b"k" * 32):
 
 
 def public(generator, releases, total, rows=1):
-    sizes = tuple(Grid(SCHEMA).sizes)
+    sizes = tuple(ColumnGrid(SCHEMA).sizes)
     return PublicSetup(generator=generator, sizes=sizes, num_numeric=1, releases=releases, rows=rows, total=total)
 
 
@@ -165,7 +165,7 @@ def test_removing_a_person_moves_counts_by_no_more_than_the_noise_is_for(rows, m
     """The sensitivity, by neighbors: distance of the counts, times the noise multiplier."""
     stddevs = []
     monkeypatch.setattr(Noise, "add_to", lambda self, step, sums, stddev: stddevs.append(stddev))
-    codes = Grid(SCHEMA).encode(people())
+    codes = ColumnGrid(SCHEMA).encode(people())
     codes[:rows] = codes[0]  # the worst person: all rows alike
     fractions = np.zeros((len(codes), 1), bool)
     fractions[:rows] = True
@@ -190,7 +190,7 @@ def test_removing_a_row_moves_no_score_of_a_choice_by_more_than_its_sensitivity(
         return 0
 
     monkeypatch.setattr(marginals, "exponential_mechanism", choose)
-    codes = Grid(SCHEMA).encode(people())
+    codes = ColumnGrid(SCHEMA).encode(people())
     first, _ = made(codes, generator)
     first.make()
     for used in (codes, codes[1:]):
@@ -215,11 +215,11 @@ def test_a_choice_has_the_chances_of_its_event():
 @pytest.mark.thorough
 @pytest.mark.parametrize("generator", plan.GENERATORS)
 def test_a_run_that_was_stopped_goes_on_and_nothing_is_paid_twice(generator, tmp_path):
-    run = Run(tmp_path / "run", people(), SCHEMA, settings(generator))
+    run = GeneratorRun(tmp_path / "run", people(), SCHEMA, settings(generator))
     for _ in run.steps():
         break
     run.close()
-    again = Run(tmp_path / "run", people(), SCHEMA, settings(generator))
+    again = GeneratorRun(tmp_path / "run", people(), SCHEMA, settings(generator))
     found = finished(again)
     ledger, planned = privacy.Ledger.read(again.folder.ledger), again.plan.generating(again.scale)
     assert sum(count for _, count in ledger.events) == sum(count for _, count in planned)
@@ -233,7 +233,7 @@ def test_a_run_that_was_stopped_goes_on_and_nothing_is_paid_twice(generator, tmp
 
 
 def test_a_release_that_was_lost_after_the_ledger_is_made_again_with_the_same_noise(tmp_path, monkeypatch):
-    counts, add, save = [], Noise.add_to, Run._save
+    counts, add, save = [], Noise.add_to, GeneratorRun._save
 
     def noted(self, step, sums, stddev):
         add(self, step, sums, stddev)
@@ -245,14 +245,14 @@ def test_a_release_that_was_lost_after_the_ledger_is_made_again_with_the_same_no
         save(self)
 
     monkeypatch.setattr(Noise, "add_to", noted)
-    monkeypatch.setattr(Run, "_save", killed)
-    run = Run(tmp_path / "run", people(), SCHEMA, settings("mst"))
+    monkeypatch.setattr(GeneratorRun, "_save", killed)
+    run = GeneratorRun(tmp_path / "run", people(), SCHEMA, settings("mst"))
     with pytest.raises(KeyboardInterrupt):
         next(run.steps())
     run.close()
     assert len(privacy.Ledger.read(run.folder.ledger)) == 1
-    monkeypatch.setattr(Run, "_save", save)
-    resumed = Run(tmp_path / "run", people(), SCHEMA, settings("mst"))
+    monkeypatch.setattr(GeneratorRun, "_save", save)
+    resumed = GeneratorRun(tmp_path / "run", people(), SCHEMA, settings("mst"))
     assert [made for made, _ in resumed.steps()] == [1, 2, 3, 4]
     resumed.close()
     first, again = counts[:2]
@@ -264,7 +264,7 @@ def test_a_release_that_was_lost_after_the_ledger_is_made_again_with_the_same_no
 @pytest.mark.thorough
 def test_owners_are_capped_and_priced_as_persons(tmp_path):
     owners = np.repeat(np.arange(200), 2)
-    run = Run(tmp_path / "run", people(), SCHEMA, settings("mst", per_owner=1, unit="person"), owners=owners)
+    run = GeneratorRun(tmp_path / "run", people(), SCHEMA, settings("mst", per_owner=1, unit="person"), owners=owners)
     finished(run)
     assert len(run.codes) == 200
     statement = json.loads(run.folder.privacy.read_text())
@@ -277,12 +277,12 @@ def test_a_run_draws_from_the_budget_of_the_data(tmp_path):
     import torch_privacy as tp
 
     budget = tp.Budget.open(tmp_path / "people.budget", epsilon=5, delta=1e-4)
-    finished(Run(tmp_path / "first", people(), SCHEMA, settings("mst"), budget=budget))
+    finished(GeneratorRun(tmp_path / "first", people(), SCHEMA, settings("mst"), budget=budget))
     assert 3.9 < budget.state.epsilon_high <= 5
     statement = json.loads((tmp_path / "first/privacy.json").read_text())
     assert statement["data_budget"] == budget.state.as_json()
     with pytest.raises(tp.Refused, match="does not fit"):
-        finished(Run(tmp_path / "second", people(), SCHEMA, settings("mst"), budget=budget))
+        finished(GeneratorRun(tmp_path / "second", people(), SCHEMA, settings("mst"), budget=budget))
     assert not (tmp_path / "second").exists()
 
 
@@ -291,7 +291,7 @@ def test_all_is_learnt_privately_and_what_cannot_be_is_said(tmp_path):
     frame = people(2000)
     frame["notes"] = [f"met on day {i}, said {i * 7}" for i in range(len(frame))]
     schema = Schema(tuple(Column(name, "learn") for name in frame), "")
-    run = Run(tmp_path / "run", frame, schema, settings("mst"))
+    run = GeneratorRun(tmp_path / "run", frame, schema, settings("mst"))
     drawn = finished(run).draw(100)
     assert list(drawn) == ["age", "job", "income"]
     assert any("lacks 'notes'" in note for note in run.notes)
@@ -319,13 +319,13 @@ def test_bad_input_is_refused_in_a_sentence_and_nothing_is_written(change, messa
 
 
 def test_a_stopped_run_refuses_another_table_and_other_settings(tmp_path):
-    run = Run(tmp_path / "run", people(), SCHEMA, settings("mst"))
+    run = GeneratorRun(tmp_path / "run", people(), SCHEMA, settings("mst"))
     next(run.steps())
     run.close()
     with pytest.raises(ValueError, match="the table was changed"):
-        next(Run(tmp_path / "run", people(seed=1), SCHEMA, settings("mst")).steps())
+        next(GeneratorRun(tmp_path / "run", people(seed=1), SCHEMA, settings("mst")).steps())
     with pytest.raises(ValueError, match="other settings"):
-        next(Run(tmp_path / "run", people(), SCHEMA, settings("aim")).steps())
+        next(GeneratorRun(tmp_path / "run", people(), SCHEMA, settings("aim")).steps())
 
 
 # The network, and the judgement
@@ -344,7 +344,7 @@ def test_the_probabilities_of_all_rows_add_up_to_one():
 
 
 def test_real_rows_are_judged_to_be_like_themselves_and_lost_categories_are_named():
-    grid, frame = Grid(SCHEMA), people()
+    grid, frame = ColumnGrid(SCHEMA), people()
 
     class Copy:
         def __init__(self, rows):

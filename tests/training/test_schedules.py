@@ -13,7 +13,7 @@ from trainings import ZERO_OUT, private_training
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.runs.folder import RunFolder
-from torch_privacy.training.schedule import Plan, number_of_steps
+from torch_privacy.training.schedule import StepPlan, number_of_steps
 
 N, STEPS = 60, 8
 DATA = torch.utils.data.TensorDataset(
@@ -212,7 +212,7 @@ def test_epochs_make_a_training():
 
 def test_plan_finds_the_event_of_each_step():
     a, b = privacy.Gaussian(1.0), privacy.Gaussian(2.0)
-    plan = Plan([(a, 2), (a, 1), (b, 2), (a, 1)])
+    plan = StepPlan([(a, 2), (a, 1), (b, 2), (a, 1)])
     assert plan.releases == [(a, 3), (b, 2), (a, 1)]
     assert [plan.at(step) for step in range(7)] == [a, a, a, b, b, a, a]
     assert plan.between(2, 5) == [(a, 1), (b, 2)]

@@ -19,7 +19,7 @@ USUAL_DELTA = 1e-5
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SampledSteps:
     """The steps of a training: each example joins each of ``num_steps`` steps with this probability."""
 
     probability: float
@@ -85,7 +85,7 @@ class Steps:
         ),
     ] = None
 
-    def sampling(self, where: str) -> Sampling:
+    def sampling(self, where: str) -> SampledSteps:
         """Returns the steps that the options describe.
 
         The number of steps is ``epochs / probability``, which is ``epochs n / batch_size``, rounded up, as in
@@ -129,7 +129,7 @@ class Steps:
 
 def _sampling(
     given: float | None, steps: int | None, batch_size: int | None, num_examples: int | None, epochs: float | None
-) -> Sampling:
+) -> SampledSteps:
     from torch_privacy.support.steps import steps_of
 
     lines: list[tuple[str, str]] = []
@@ -145,4 +145,4 @@ def _sampling(
         steps = steps_of(epochs, *size)
         shown = f"/ {probability:g}" if given is not None else f"x {num_examples:,} / {batch_size:,}"
         lines.append(("steps", f"{steps:,} = {epochs:g} {shown}, rounded up"))
-    return Sampling(probability, steps, num_examples, lines)
+    return SampledSteps(probability, steps, num_examples, lines)

@@ -22,7 +22,7 @@ from torch_privacy.cli._shared import (
     saying_warnings,
 )
 from torch_privacy.cli.signals import DeferredSignals
-from torch_privacy.experiments.synthetic_table import Settings
+from torch_privacy.experiments.synthetic_table import SyntheticTableSettings
 
 Source = Annotated[
     Path | None,
@@ -54,7 +54,7 @@ Page = Annotated[bool, typer.Option("--page/--no-page", help="Compare the rows w
 def synthesize(
     *,
     source: Source = None,
-    chosen: Annotated[dict[str, Any], Chosen(Settings)],
+    chosen: Annotated[dict[str, Any], Chosen(SyntheticTableSettings)],
     rows: Rows = None,
     out: Out = None,
     seed: Seed = None,

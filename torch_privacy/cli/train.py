@@ -23,7 +23,7 @@ from torch_privacy.cli.own_table import check_is_experiment, is_table, settings_
 from torch_privacy.cli.processes import Processes, again, to_resume
 from torch_privacy.cli.signals import DeferredSignals
 from torch_privacy.experiments import OWN_TABLE, TRAININGS
-from torch_privacy.experiments.table_settings import Settings
+from torch_privacy.experiments.table_settings import TableSettings
 
 KNOWN = ", ".join(TRAININGS)
 
@@ -52,7 +52,7 @@ def train(
     context: typer.Context,
     *,
     experiment: Name = None,
-    chosen: Annotated[dict[str, Any], Chosen(Settings)],  # every experiment has its own defaults
+    chosen: Annotated[dict[str, Any], Chosen(TableSettings)],  # every experiment has its own defaults
     method: Method = None,
     plan: Plan = False,
     run: RunPath = None,

@@ -26,7 +26,7 @@ from torch_privacy.experiments import table_notes, table_scores
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.table_budget import Draft
 from torch_privacy.experiments.table_notes import declared_in
-from torch_privacy.experiments.table_settings import TEST_SHARE, Settings
+from torch_privacy.experiments.table_settings import TEST_SHARE, TableSettings
 from torch_privacy.experiments.task import Task, seeded
 from torch_privacy.runs.rows import ACCURACY_COLUMN, SCORE
 from torch_privacy.support import validate as _check
@@ -41,7 +41,7 @@ SHAPE = "how the file writes numbers and dates, as most cells show (without a sc
 SHOWN_WITHOUT_NOISE = "the number of rows of the table, and that its target is not refused"
 
 
-DEFAULTS = Settings(target_epsilon=2.0, expected_batch_size=256, learning_rate=0.01, clip_norm=5.0, epochs=10)
+DEFAULTS = TableSettings(target_epsilon=2.0, expected_batch_size=256, learning_rate=0.01, clip_norm=5.0, epochs=10)
 
 
 def template(path: Path, target: str | None, *, ignore: tuple[str, ...] = ()) -> str:
@@ -104,7 +104,7 @@ def complete(path: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_task(
-    settings: Settings,
+    settings: TableSettings,
     released: Mapping[str, Any] | None = None,
     new_ledger: Callable[..., privacy.Ledger] | None = None,
 ) -> Task:
@@ -199,7 +199,7 @@ def build_task(
 
 
 def _learn(
-    settings: Settings,
+    settings: TableSettings,
     frame: DataFrame,
     train_rows: Any,
     owners: Any,
@@ -252,7 +252,7 @@ def _learn(
     }
 
 
-def _to_write(settings: Settings, lines: str) -> str:
+def _to_write(settings: TableSettings, lines: str) -> str:
     """Returns which file to change, and the lines to write into it."""
     if not lines:
         return ""

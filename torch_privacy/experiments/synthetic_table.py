@@ -16,14 +16,14 @@ from torch_privacy.support import validate as _check
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from torch_privacy.tables.synthesis import Run, Synthesizer
+    from torch_privacy.tables.synthesis import GeneratorRun, Synthesizer
 
 WHERE = "synthesize"
 OfRun = partial(Option, panel="The generator")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SyntheticTableSettings:
     """The settings of a generator as the command takes them; run folders store them under these names."""
 
     file: str = ""
@@ -60,7 +60,7 @@ class Settings:
 class Job:
     """A run of a generator on a file, with the rows that judge it."""
 
-    run: Run
+    run: GeneratorRun
     name: str  # of the file
     train: DataFrame
     test: DataFrame
@@ -87,7 +87,7 @@ def begin(folder: Path, file: Path, chosen: Mapping[str, Any]) -> Job:
         raise ValueError(f"{WHERE}: name the total privacy loss with --epsilon, such as 2.")
     if not file.exists():
         raise ValueError(f"{WHERE}: {file}: no such file. Name a CSV or Parquet file.")
-    return _job(folder, Settings(file=str(file.absolute()), **chosen))
+    return _job(folder, SyntheticTableSettings(file=str(file.absolute()), **chosen))
 
 
 def resume(folder: Path) -> Job:
@@ -106,15 +106,14 @@ def resume(folder: Path) -> Job:
         raise ValueError(
             f"{WHERE}: {folder}: this run {what}. Draw rows with: torch-privacy synthesize {folder} --rows N"
         )
-    return _job(folder, Settings(**settings))
+    return _job(folder, SyntheticTableSettings(**settings))
 
 
-def _job(folder: Path, settings: Settings) -> Job:
+def _job(folder: Path, settings: SyntheticTableSettings) -> Job:
     from torch_privacy import privacy, tables
     from torch_privacy.experiments import own_table
     from torch_privacy.support.units import ONE_EXAMPLE, unit_of_column
-    from torch_privacy.tables.synthesis import Run
-    from torch_privacy.tables.synthesis import Settings as RunSettings
+    from torch_privacy.tables.synthesis import GeneratorRun, SynthesisSettings
     from torch_privacy.tables.synthesis.source import FEWEST
     from torch_privacy.training.bound_data import bind_data
 
@@ -137,7 +136,7 @@ def _job(folder: Path, settings: Settings) -> Job:
         owners = own_table.owners_in(frame, settings.owner, path, WHERE)
         train_rows, test_rows = tables.split(len(frame), share=settings.test_share, owners=owners)
         n = len(train_rows) if owners is None else len(set(owners[train_rows]))
-        of_run = RunSettings(
+        of_run = SynthesisSettings(
             generator=settings.generator,
             epsilon=settings.epsilon,
             delta=tables.defaults(max(n, 2), settings.epsilon, settings.delta).delta,
@@ -148,7 +147,7 @@ def _job(folder: Path, settings: Settings) -> Job:
         budget, num_owners = None, None if owners is None else len(set(owners))
         if settings.budget is not None:
             budget = bind_data(privacy.Budget.open(settings.budget), tables.rows_of(frame), num_owners=num_owners)
-        run = Run(
+        run = GeneratorRun(
             folder,
             frame.iloc[train_rows],
             schema,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_privacy import privacy, tables
 from torch_privacy.experiments import table_notes
-from torch_privacy.experiments.table_settings import Settings
+from torch_privacy.experiments.table_settings import TableSettings
 from torch_privacy.experiments.task import number_of_steps
 from torch_privacy.privacy.budget_file import new_run
 from torch_privacy.tables.price import LearningBudget
@@ -26,7 +26,7 @@ class Draft:
         num_owners: number of owners of all rows; None if rows are protected.
     """
 
-    def __init__(self, settings: Settings, num_units: int, num_owners: int | None):
+    def __init__(self, settings: TableSettings, num_units: int, num_owners: int | None):
         assert settings.budget is not None
         self._settings, self._n, self._num_owners = settings, num_units, num_owners
         self._budget = privacy.Budget.open(settings.budget)
@@ -53,13 +53,15 @@ class Draft:
         return noise
 
 
-def planned_noise(settings: Settings, schema: tables.Schema, n: int) -> float:
+def planned_noise(settings: TableSettings, schema: tables.Schema, n: int) -> float:
     """Returns the noise multiplier with which learning and training of n units cost the target epsilon."""
     assert settings.target_epsilon is not None
     return privacy.calibrate_schedule(_planned(settings, schema, n), settings.target_epsilon, settings.delta)
 
 
-def _planned(settings: Settings, schema: tables.Schema, n: int) -> Callable[[float], list[tuple[privacy.Event, int]]]:
+def _planned(
+    settings: TableSettings, schema: tables.Schema, n: int
+) -> Callable[[float], list[tuple[privacy.Event, int]]]:
     """Returns all releases as a function of the noise multiplier."""
     assert settings.target_epsilon is not None
     unit, share = table_notes.event_unit(settings), settings.schema_share

@@ -11,7 +11,7 @@ import numpy as np
 
 from torch_privacy import privacy, tables
 from torch_privacy.experiments import task
-from torch_privacy.experiments.table_settings import Settings
+from torch_privacy.experiments.table_settings import TableSettings
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.support import validate as _check
 from torch_privacy.support.units import ONE_EXAMPLE, plural, unit_of_column
@@ -23,7 +23,7 @@ MOST_CLASSES = 6  # of a column, in a message
 
 
 def notes(
-    settings: Settings,
+    settings: TableSettings,
     schema: tables.Schema,
     n: int,
     released: Mapping[str, Any],
@@ -87,7 +87,7 @@ def exact(train: tables.Encoded) -> tuple[str, ...]:
     return (f"Imputed in the training rows ({'; '.join(found)}). These are exact counts, so keep them to yourself.",)
 
 
-def declared_in(settings: Settings, schema: tables.Schema) -> dict[str, Any]:
+def declared_in(settings: TableSettings, schema: tables.Schema) -> dict[str, Any]:
     """Returns bounds and categories that a schema file declares, each with its source, as plain data."""
     if settings.schema is None:
         return {}
@@ -124,20 +124,20 @@ def rare(schema: tables.Schema, frame: Any, listed: Sequence[Mapping[str, str]])
     return tuple(found)
 
 
-def _units(settings: Settings) -> str:
+def _units(settings: TableSettings) -> str:
     if not settings.hidden_units:
         return "no hidden units (a linear model)"
     return f"{' and '.join(map(str, settings.hidden_units))} hidden units"
 
 
-def unit(settings: Settings) -> str:
+def unit(settings: TableSettings) -> str:
     """Returns the unit of protection in words."""
     if settings.owner is None:
         return "one row of the table"
     return f"one {event_unit(settings)}, at most {settings.per_owner} rows in a step"
 
 
-def event_unit(settings: Settings) -> str:
+def event_unit(settings: TableSettings) -> str:
     """Returns the word for the unit of protection in events: those of learning and training must agree."""
     return ONE_EXAMPLE if settings.owner is None else unit_of_column(settings.owner)
 

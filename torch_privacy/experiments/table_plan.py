@@ -9,14 +9,14 @@ from pathlib import Path
 from torch_privacy import privacy, tables
 from torch_privacy.experiments import own_table, table_notes
 from torch_privacy.experiments.table_budget import planned_noise
-from torch_privacy.experiments.table_settings import Settings
+from torch_privacy.experiments.table_settings import TableSettings
 from torch_privacy.experiments.task import number_of_steps
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.tables.mechanisms import frequent
 from torch_privacy.tables.price import LearningBudget
 
 
-def plan_lines(settings: Settings) -> list[tuple[str, str]]:
+def plan_lines(settings: TableSettings) -> list[tuple[str, str]]:
     """Returns the plan as lines of a table; nothing is learnt, released or written.
 
     It uses names, the number of rows, the shape of the file, the schema and the settings.

@@ -16,7 +16,7 @@ OfTable = partial(Option, panel="Your own table")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(task.Settings):
+class TableSettings(task.Settings):
     """The settings of a training on a table; `own_table.complete` chooses those that the user leaves out."""
 
     file: str = ""

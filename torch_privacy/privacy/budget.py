@@ -13,7 +13,19 @@ from typing import Any
 from ..support.units import ONE_EXAMPLE, check_unit
 from ..support.validate import Refused, plain_numbers, positive, quoted, strictly_between
 from .bracket import Bracket
-from .budget_file import Drawn, State, append, checked, count_of, counted, create, includes, new_run, now, state_in
+from .budget_file import (
+    BudgetRun,
+    BudgetState,
+    append,
+    checked,
+    count_of,
+    counted,
+    create,
+    includes,
+    new_run,
+    now,
+    state_in,
+)
 from .calibrate import largest_number, log_ratio, most_steps
 from .compose import compose
 from .events.base import Event, NeighboringRelation, check_relation, releases_to_json
@@ -161,7 +173,7 @@ class DataBudget(Budget):
         check_relation("Budget", self.neighboring_relation)
 
     @property
-    def state(self) -> State:
+    def state(self) -> BudgetState:
         """Returns what is in the file, without locking or changing it."""
         return state_in(self.path)
 
@@ -297,7 +309,7 @@ class DataBudget(Budget):
         self.settle(run, counted(self.unknown(ledger.releases)), reason=reason)
 
     @contextmanager
-    def _locked(self) -> Iterator[tuple[LedgerFile, State]]:
+    def _locked(self) -> Iterator[tuple[LedgerFile, BudgetState]]:
         """Opens the file for this process alone; what was appended is on the disk at the end."""
         file = LedgerFile(self.path, patience=PATIENCE)
         try:
@@ -320,7 +332,7 @@ class DataBudget(Budget):
             if not known.has_begun:
                 append(file, {"begin": run})
 
-    def _known(self, state: State, run: str) -> Drawn:
+    def _known(self, state: BudgetState, run: str) -> BudgetRun:
         found = state.run(run)
         if found is None:
             names = quoted([known.run for known in state.runs], at_most=5)
@@ -331,15 +343,15 @@ class DataBudget(Budget):
         """Returns releases of this unit and relation; refuses others."""
         return checked(str(self.path), self.unit, self.neighboring_relation, releases)
 
-    def _with(self, state: State, releases: list[tuple[Event, int]]) -> State:
+    def _with(self, state: BudgetState, releases: list[tuple[Event, int]]) -> BudgetState:
         """Returns the state with a further run."""
         share = None if state.is_open else state.filter.share(releases)
-        return replace(state, runs=[*state.runs, Drawn("", "", None, "", releases, share)])
+        return replace(state, runs=[*state.runs, BudgetRun("", "", None, "", releases, share)])
 
-    def _fits(self, state: State, releases: list[tuple[Event, int]]) -> bool:
+    def _fits(self, state: BudgetState, releases: list[tuple[Event, int]]) -> bool:
         return self._with(state, releases).epsilon_high <= self.epsilon
 
-    def _check_fits(self, state: State, releases: list[tuple[Event, int]]) -> None:
+    def _check_fits(self, state: BudgetState, releases: list[tuple[Event, int]]) -> None:
         further = self._with(state, releases)
         if further.epsilon_high <= self.epsilon:
             return
@@ -377,7 +389,7 @@ class Reservation:
         return 0 if min(left.values(), default=0) < 0 else min(left[event], most)
 
     @property
-    def drawn(self) -> Drawn | None:
+    def drawn(self) -> BudgetRun | None:
         """Returns what the file has of the run."""
         return self.budget.state.run(self.run)
 

@@ -68,7 +68,7 @@ LINES: Mapping[str, Any] = {  # by their first key
 
 
 @dataclass(frozen=True)
-class Drawn:
+class BudgetRun:
     """A run that draws from a budget.
 
     Attributes:
@@ -107,7 +107,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class State:
+class BudgetState:
     """Holds the content of a budget's file.
 
     Attributes:
@@ -120,7 +120,7 @@ class State:
     delta: float
     unit: str
     neighboring_relation: NeighboringRelation
-    runs: list[Drawn] = field(default_factory=list)
+    runs: list[BudgetRun] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -144,7 +144,7 @@ class State:
         declared = [release for run in self.runs if run.share is None for release in run.releases]
         return self.filter.epsilon_high(declared, self.share)
 
-    def run(self, name: str) -> Drawn | None:
+    def run(self, name: str) -> BudgetRun | None:
         """Returns the run of this name."""
         return next((run for run in self.runs if run.run == name), None)
 
@@ -161,7 +161,7 @@ class State:
         }
 
 
-def state_in(path: Path, file: LedgerFile | None = None) -> State:
+def state_in(path: Path, file: LedgerFile | None = None) -> BudgetState:
     """Returns what is in a budget's file, which is neither locked nor changed unless it is given open.
 
     Raises:
@@ -179,7 +179,7 @@ def state_in(path: Path, file: LedgerFile | None = None) -> State:
         raise Refused(f"Budget: {str(path)!r} is no budget, or damaged ({wrong}). Name another file, or restore it.")
     header = lines[0]
     relation = NeighboringRelation(header["neighboring_relation"])
-    state = State(header["epsilon"], header["delta"], header["unit"], relation)
+    state = BudgetState(header["epsilon"], header["delta"], header["unit"], relation)
     for number, line in enumerate(lines[1:], start=2):
         try:
             _take(state, line)
@@ -188,7 +188,7 @@ def state_in(path: Path, file: LedgerFile | None = None) -> State:
     return state
 
 
-def _take(state: State, line: Line) -> None:
+def _take(state: BudgetState, line: Line) -> None:
     """Takes in a line."""
     kind = next(iter(line), "")
     if kind not in LINES:
@@ -205,7 +205,7 @@ def _take(state: State, line: Line) -> None:
         raise ValueError(f"run {line[kind]!r:.40} is {'unknown' if place is None else 'there twice'}")
     if place is None:
         share, text = line["share"], {name: line[name] for name in ("what", "ledger", "date")}
-        state.runs.append(Drawn(line["reserve"], **text, reserved=_releases(line["releases"]), share=share))
+        state.runs.append(BudgetRun(line["reserve"], **text, reserved=_releases(line["releases"]), share=share))
         return
     run = state.runs[place]
     if run.settled is not None:

@@ -28,7 +28,7 @@ Digests = Mapping[str, str]  # file name -> SHA-256 of the content, in hexadecim
 NO_DIGESTS: Digests = {}
 
 
-class File:
+class FileName:
     """Names a file of a run folder: ``folder.settings`` is its path."""
 
     def __init__(self, name: str):
@@ -41,23 +41,23 @@ class File:
 class FolderReader:
     """Reads the files of one run; the base of `RunFolder`, which writes them."""
 
-    settings = File("settings.json")
-    ledger = File("ledger.jsonl")
-    metrics = File("metrics.csv")
-    model = File("model.safetensors")
-    privacy = File("privacy.json")
-    results = File("results.json")
-    report = File("report.html")
-    coupled = File("coupled.json")  # which releases may leak, if a rehearsal found that examples depend
-    schema = File("schema.toml")  # of a training on the user's own table
-    generator = File("generator.safetensors")  # of synthetic rows, with its page
-    synthesis = File("synthesis.html")  # PRIVATE: compares synthetic rows with real ones
-    audit = File("audit/audit.json")
-    card = File("README.md")
-    paths = File("paths.json")  # PRIVATE: where the user's files are, of which settings have the names
-    fingerprint_key = File("fingerprint.key")  # SECRET: with it guesses of the data can be tested
-    checkpoint = File("checkpoint.safetensors")  # SECRET: determines all noise, past and future
-    former_checkpoint = File("checkpoint.pt")  # of earlier versions, a pickle
+    settings = FileName("settings.json")
+    ledger = FileName("ledger.jsonl")
+    metrics = FileName("metrics.csv")
+    model = FileName("model.safetensors")
+    privacy = FileName("privacy.json")
+    results = FileName("results.json")
+    report = FileName("report.html")
+    coupled = FileName("coupled.json")  # which releases may leak, if a rehearsal found that examples depend
+    schema = FileName("schema.toml")  # of a training on the user's own table
+    generator = FileName("generator.safetensors")  # of synthetic rows, with its page
+    synthesis = FileName("synthesis.html")  # PRIVATE: compares synthetic rows with real ones
+    audit = FileName("audit/audit.json")
+    card = FileName("README.md")
+    paths = FileName("paths.json")  # PRIVATE: where the user's files are, of which settings have the names
+    fingerprint_key = FileName("fingerprint.key")  # SECRET: with it guesses of the data can be tested
+    checkpoint = FileName("checkpoint.safetensors")  # SECRET: determines all noise, past and future
+    former_checkpoint = FileName("checkpoint.pt")  # of earlier versions, a pickle
 
     def __init__(self, path: Path):
         self.path = Path(path)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ..support.draws import AS_DRAWN, Drawn, Draws, Rule
+from ..support.draws import AS_DRAWN, Drawn, Rule, RunDraws
 from ..support.fixed_draws import drawing
 from ..support.random_state import SeededRandomNumbers, random_position
 from .datasets import check_map_style, source_of, tensors_and_rows
@@ -154,7 +154,7 @@ class Batches:
         """Returns the batch of these items."""
         return self.collate_and_end(items, request)[0]
 
-    def collate_and_end(self, items: Any, request: BatchRequest, draws: Draws = AS_DRAWN) -> tuple[Any, Any]:
+    def collate_and_end(self, items: Any, request: BatchRequest, draws: RunDraws = AS_DRAWN) -> tuple[Any, Any]:
         """Returns the batch of these items, and the position of the random numbers after collating them."""
         if self._tensors is not None:
             tensors, subset = self._tensors

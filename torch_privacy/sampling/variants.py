@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..support.draws import AS_DRAWN, Drawn, Draws, Rule
+from ..support.draws import AS_DRAWN, Drawn, Rule, RunDraws
 from ..support.model_state import same
 from ..support.torch_modes import tensors_in
 from ..support.versions import version_of
@@ -38,7 +38,7 @@ class DatasetExamples:
         self._batches, self._request, self._fetched = batches, request, fetched
         self.count, self.indices = len(request.indices), request.indices
         self._versions = _versions(fetched.batch)
-        self._whole: tuple[Draws, Any] = AS_DRAWN, fetched.batch  # the last one that was asked for
+        self._whole: tuple[RunDraws, Any] = AS_DRAWN, fetched.batch  # the last one that was asked for
         self.drawn: Drawn | None = None
         self.notes: set[str] = set()
 
@@ -64,7 +64,7 @@ class DatasetExamples:
     def _drew_in_collate(self) -> bool:
         return self._drew("collate", self._fetched.ends[1])
 
-    def whole(self, draws: Draws) -> Any:
+    def whole(self, draws: RunDraws) -> Any:
         """Implements `BatchVariants`; returns the batch as it was drawn if collate_fn draws what cannot be replaced."""
         if draws.rule is Rule.AS_DRAWN or not self.drawn_together:
             return self.batch
@@ -73,7 +73,7 @@ class DatasetExamples:
             self._whole, self.drawn = (draws, self.batch if batch is None else batch), self._batches.drawn
         return self._whole[1]
 
-    def with_others(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
+    def with_others(self, keep: np.ndarray, draws: RunDraws = AS_DRAWN) -> Any:
         """Implements `BatchVariants`: replaces items before collation or, if that fails, rows of the collated tensors.
 
         If whole batches of other items never have equal shapes, each item is replaced by one of its own shapes.
@@ -96,7 +96,7 @@ class DatasetExamples:
             batch = self._collated_examples(whole).with_others(keep)
         return batch
 
-    def without(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
+    def without(self, keep: np.ndarray, draws: RunDraws = AS_DRAWN) -> Any:
         """Implements `BatchVariants`."""
         items, kept, fetched = self.items, np.repeat(keep, self._request.views), self._fetched
         if self.drawn_together:  # a part alone would draw other random numbers
@@ -191,12 +191,12 @@ class DatasetExamples:
             return None
         return again.batch if again.ends == self._fetched.ends and _shapes(again.batch) == _shapes(self.batch) else None
 
-    def _collated(self, items: Any, draws: Draws, whole: Any) -> Any:
+    def _collated(self, items: Any, draws: RunDraws, whole: Any) -> Any:
         """Returns the batch of these items; None if its shapes, or the random numbers that it draws, differ."""
         batch = self._collated_with(items, draws)
         return batch if batch is not None and _shapes(batch) == _shapes(whole) else None
 
-    def _collated_with(self, items: Any, draws: Draws) -> Any:
+    def _collated_with(self, items: Any, draws: RunDraws) -> Any:
         """Returns the batch of these items; None if other random numbers are drawn than should be."""
         try:
             batch, end = self._batches.collate_and_end(items, self._request, draws)
@@ -206,7 +206,7 @@ class DatasetExamples:
         return batch if end is None or end == expected else None
 
     def _replaced_by_shape(
-        self, places: np.ndarray, pool: Mapping[str, list[tuple[int, Any]]], draws: Draws, whole: Any
+        self, places: np.ndarray, pool: Mapping[str, list[tuple[int, Any]]], draws: RunDraws, whole: Any
     ) -> Any:
         """Returns the batch with each of these examples replaced by one of equal shapes, if the pool has one."""
         items, views, changed = self.items, self._request.views, False
@@ -277,18 +277,18 @@ class CollatedExamples:
         self.drawn_together, self.notes = False, set[str]()
         self.drawn: Drawn | None = None
 
-    def whole(self, draws: Draws) -> Any:
+    def whole(self, draws: RunDraws) -> Any:
         """Implements `BatchVariants`."""
         return self.batch
 
-    def with_others(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
+    def with_others(self, keep: np.ndarray, draws: RunDraws = AS_DRAWN) -> Any:
         """Implements `BatchVariants`."""
         indices = np.arange(self.count)
         shift = self._generator.integers(1, max(2, self.count), size=self.count)
         replaced = self._selected(np.where(keep, indices, (indices + shift) % self.count))
         return replaced if replaced is not None and _shapes(replaced) == _shapes(self.batch) else None
 
-    def without(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
+    def without(self, keep: np.ndarray, draws: RunDraws = AS_DRAWN) -> Any:
         """Implements `BatchVariants`."""
         return self._selected(np.flatnonzero(keep))
 

@@ -74,7 +74,7 @@ class Visits:
         return self._results[key]
 
 
-class Summary:
+class ContentSummary:
     """Stands for the content of a value that is compared, but neither copied as a whole nor put back.
 
     Args:
@@ -87,12 +87,12 @@ class Summary:
 
     def is_of(self, value: Any) -> bool:
         """True if a value, or one that another summary stands for, has this content."""
-        return same(value._content if isinstance(value, Summary) else self._of(value), self._content)
+        return same(value._content if isinstance(value, ContentSummary) else self._of(value), self._content)
 
 
 def length_if_long(value: Any) -> Any:
     """Returns a summary of a long container; MISSING for other values."""
-    return Summary(_length, value) if plain_type(value) is not None and len(value) > MAX_ENTRIES else MISSING
+    return ContentSummary(_length, value) if plain_type(value) is not None and len(value) > MAX_ENTRIES else MISSING
 
 
 def _length(container: Any) -> int | None:
@@ -106,7 +106,7 @@ class Saved:
 
     Args:
         value: of any type.
-        otherwise: returns the content of a value, or of a part, that is not put back, such as a `Summary`; MISSING for
+        otherwise: returns the content of a value, or of a part, that is not put back, such as a `ContentSummary`; MISSING for
             all others.
 
     Attributes:
@@ -204,7 +204,7 @@ def same(value: Any, content: Any, visits: Visits | None = None) -> bool:
         return True
     if type(value) in SIMPLE:
         return type(value) is type(content) and (value == content or (value != value and content != content))
-    if isinstance(content, Summary):
+    if isinstance(content, ContentSummary):
         return content.is_of(value)
     if isinstance(value, Tensor):
         if not isinstance(content, Tensor) or not has_entries(value) or not has_entries(content):

@@ -32,7 +32,7 @@ class Rule(Enum):
 
 
 @dataclass(frozen=True)
-class Draws:
+class RunDraws:
     """The random numbers of a run."""
 
     rule: Rule = Rule.AS_DRAWN
@@ -58,7 +58,7 @@ class Draws:
         return self.rule in (Rule.AS_DRAWN, Rule.FEW_AS_DRAWN)
 
 
-AS_DRAWN, IN_EVAL = Draws(), Draws(in_eval=True)
+AS_DRAWN, IN_EVAL = RunDraws(), RunDraws(in_eval=True)
 
 
 def is_time_first(shape: tuple[int, ...], count: int) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces what torch draws by quantiles, as `Draws` asks for, and sets up such a run."""
+"""Replaces what torch draws by quantiles, as `RunDraws` asks for, and sets up such a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .draws import AS_DRAWN, GOLDEN, MOST_CALLS, Drawn, Draws, Rule, is_time_first
+from .draws import AS_DRAWN, GOLDEN, MOST_CALLS, Drawn, Rule, RunDraws, is_time_first
 from .plain_draws import fixed_plain_draws
 from .random_state import in_eval, torch_generators
 
@@ -24,7 +24,7 @@ _STEPS = [GOLDEN, *(math.sqrt(prime) % 1 for prime in (2, 3, 5, 7, 11, 13, 17))]
 
 
 @contextmanager
-def drawing(draws: Draws, count: int) -> Iterator[Drawn]:
+def drawing(draws: RunDraws, count: int) -> Iterator[Drawn]:
     """Draws random numbers of torch, numpy and Python as ``draws`` asks for, in a run of ``count`` examples."""
     drawn = Drawn(count)
     with ExitStack() as stack:
@@ -34,7 +34,7 @@ def drawing(draws: Draws, count: int) -> Iterator[Drawn]:
         yield drawn
 
 
-def drawing_in(model: nn.Module, draws: Draws, count: int) -> AbstractContextManager[Drawn]:
+def drawing_in(model: nn.Module, draws: RunDraws, count: int) -> AbstractContextManager[Drawn]:
     """Draws random numbers as ``draws`` asks for, and puts the model in eval mode if it asks for that."""
     if draws is AS_DRAWN:
         return nullcontext(Drawn(count))
@@ -42,7 +42,7 @@ def drawing_in(model: nn.Module, draws: Draws, count: int) -> AbstractContextMan
 
 
 @contextmanager
-def _drawing_in(model: nn.Module, draws: Draws, count: int) -> Iterator[Drawn]:
+def _drawing_in(model: nn.Module, draws: RunDraws, count: int) -> Iterator[Drawn]:
     with ExitStack() as stack:
         if draws.in_eval:
             stack.enter_context(in_eval([*model.modules()]))
@@ -56,7 +56,7 @@ class FixedDraws(TorchDispatchMode):
     leaves the stack when the user's loop goes on in its own thread (``Drawn.on_return``).
     """
 
-    def __init__(self, draws: Draws, drawn: Drawn):
+    def __init__(self, draws: RunDraws, drawn: Drawn):
         super().__init__()
         self._draws, self._drawn, self._calls, self._total = draws, drawn, 0, 0
         self._thread: int | None = None  # in which it is on the stack

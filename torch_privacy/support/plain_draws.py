@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces what numpy's and Python's global generators draw, as `Draws` asks for."""
+"""Replaces what numpy's and Python's global generators draw, as `RunDraws` asks for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .draws import GOLDEN, MOST_CALLS, Drawn, Draws, Rule
+from .draws import GOLDEN, MOST_CALLS, Drawn, Rule, RunDraws
 from .random_state import numpy_generator, set_numpy_generator
 
 _WHOLE = {"permutation", "shuffle", "bytes"}  # results that are no row of equally distributed numbers
@@ -21,7 +21,7 @@ _NEAR = 0.02  # how near to the level the first number of a generator is
 
 
 @contextmanager
-def fixed_plain_draws(draws: Draws, drawn: Drawn) -> Iterator[None]:
+def fixed_plain_draws(draws: RunDraws, drawn: Drawn) -> Iterator[None]:
     """Replaces the functions of the modules ``random`` and ``numpy.random``."""
     numbers, arrays = _PythonNumbers(), _ArrayDraws(draws, drawn)
     numbers.begin(draws, drawn)
@@ -54,7 +54,7 @@ class _PythonNumbers(random.Random):
     At a level, each call begins with it; else each continues, and ``restart`` begins anew.
     """
 
-    def begin(self, draws: Draws, drawn: Drawn) -> None:
+    def begin(self, draws: RunDraws, drawn: Drawn) -> None:
         """Sets the first number."""
         self._draws, self._drawn, self._place, self._calls = draws, drawn, 0, 0
         drawn.on_restart.append(self._restart)
@@ -99,7 +99,7 @@ class _PythonNumbers(random.Random):
 class _ArrayDraws:
     """Lets each call of numpy begin at a state of its own, and gives every example the same numbers."""
 
-    def __init__(self, draws: Draws, drawn: Drawn):
+    def __init__(self, draws: RunDraws, drawn: Drawn):
         self._draws, self._drawn, self._calls, self._total = draws, drawn, 0, 0
         self._generator = np.random.MT19937(0)
         drawn.on_restart.append(self._restart)

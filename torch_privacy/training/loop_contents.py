@@ -15,7 +15,18 @@ import torch
 from torch import Tensor
 
 from ..sampling.stored_rows import kind_of
-from ..support.contents import MISSING, Saved, Summary, Visits, copied, fill, has_entries, plain_type, same, values_in
+from ..support.contents import (
+    MISSING,
+    ContentSummary,
+    Saved,
+    Visits,
+    copied,
+    fill,
+    has_entries,
+    plain_type,
+    same,
+    values_in,
+)
 from ..support.held_state import MAX_ENTRIES
 from .loop_variables import Variable, is_cached, is_table
 
@@ -25,7 +36,7 @@ SMALLER = 0.75  # factor on a number that has no earlier value: probabilities an
 _SEQUENCES = (list, tuple, deque)
 
 
-class TableCopy(Summary):
+class TableCopy(ContentSummary):
     """Holds a copy of a table."""
 
     def __init__(self, table: Any):
@@ -68,17 +79,19 @@ def _not_put_back(value: Any) -> Any:
     if plain_type(value) is not None:
         return MISSING
     if is_cached(value):
-        return Summary(_cache_state, value)
+        return ContentSummary(_cache_state, value)
     return TableCopy(value) if is_table(value) else MISSING
 
 
 def _numbers_not_put_back(value: Tensor | np.ndarray) -> Any:
     if isinstance(value, np.ndarray):
-        return value if value.dtype == object else Summary(_sample, value) if value.size > MOST_NUMBERS else MISSING
+        return (
+            value if value.dtype == object else ContentSummary(_sample, value) if value.size > MOST_NUMBERS else MISSING
+        )
     if not has_entries(value):
         return MISSING
     if value.numel() > MOST_NUMBERS:
-        return Summary(_sample, value)
+        return ContentSummary(_sample, value)
     return MISSING if value.is_leaf else value.detach().clone()  # of a result, such as losses
 
 

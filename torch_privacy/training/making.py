@@ -34,7 +34,7 @@ from .rehearsals import Rehearsals
 from .resuming import Resuming
 from .run_files import RunFiles, open_files
 from .run_settings import settings_of
-from .schedule import Plan
+from .schedule import StepPlan
 from .settings import TrainingSettings, check_scheduler, open_ledger
 from .state import Setup, State, optimized, while_alive
 from .statement import Account
@@ -110,7 +110,7 @@ def make_setup(
 
 def reserve_plan(
     settings: TrainingSettings,
-    plan: Plan,
+    plan: StepPlan,
     ledger: privacy.Ledger,
     dataset: Dataset,
     examples: Examples,

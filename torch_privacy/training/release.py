@@ -22,7 +22,7 @@ from ..support.validate import Refused
 from .draws import Draws
 from .machine import NotRepeated
 from .placement import Placement, Ranked
-from .schedule import Plan
+from .schedule import StepPlan
 from .settings import TrainingSettings
 
 RECORDED, NOT_REPEATED = 0, 1
@@ -68,7 +68,7 @@ class Releases:
     def __init__(
         self,
         settings: TrainingSettings,
-        plan: Plan,
+        plan: StepPlan,
         ledger: privacy.Ledger,
         keys: Keys,
         *,

@@ -38,7 +38,7 @@ def under(relation: privacy.NeighboringRelation, event: Any) -> privacy.Event:
     return replace(event, neighboring_relation=relation)
 
 
-class Plan:
+class StepPlan:
     """Holds the event of every planned step.
 
     Args:
@@ -62,14 +62,14 @@ class Plan:
         """Returns the event of a step; after the last one, that of the last."""
         return self.releases[min(bisect_right(self._ends, step), len(self.releases) - 1)][0]
 
-    def begun_anew(self, step: int, number: int) -> Plan:
+    def begun_anew(self, step: int, number: int) -> StepPlan:
         """Returns the plan where a run begins at a step, as under new keys, with this number in the ledger."""
         event = self.at(step)
         if isinstance(event, privacy.BandedGaussian):
-            return Plan([*self.between(0, step), (replace(event, run=number), len(self) - step)])
+            return StepPlan([*self.between(0, step), (replace(event, run=number), len(self) - step)])
         if not isinstance(event, privacy.LaterBatch):
             return self
-        return Plan([*self.between(0, step), (event.epoch, 1), *self.between(step + 1, len(self))])
+        return StepPlan([*self.between(0, step), (event.epoch, 1), *self.between(step + 1, len(self))])
 
     def between(self, start: int, end: int) -> list[tuple[privacy.Event, int]]:
         """Returns the releases of the steps from ``start`` up to ``end``, without ``end``."""

@@ -29,7 +29,7 @@ from .correlation import Banded, resolved
 from .own_noise import StatedNoise
 from .performance import USUAL, Performance
 from .sampling import POISSON, Sampling
-from .schedule import WHERE, Plan, under
+from .schedule import WHERE, StepPlan, under
 
 Clipping = ClippingRule | Sketched | GEP | BGEP | Scheduled
 
@@ -213,7 +213,7 @@ class TrainingSettings:
         assert self.noise_multiplier is not None
         return self.noise_multiplier * (1.0 if self.noise_schedule is None else max(self.noise_schedule))
 
-    def plan(self, mechanism: Mechanism) -> Plan:
+    def plan(self, mechanism: Mechanism) -> StepPlan:
         """Returns the events of all steps; refuses noise that the mechanism cannot use, and events without a price."""
         assert self.noise_multiplier is not None
         plan = self._plan(mechanism, self.noise_multiplier)
@@ -222,13 +222,13 @@ class TrainingSettings:
         privacy.compose([*self.prior_events, *plan.releases])  # refuses events that cannot be priced together
         return plan
 
-    def _plan(self, mechanism: Mechanism, noise_multiplier: float) -> Plan:
+    def _plan(self, mechanism: Mechanism, noise_multiplier: float) -> StepPlan:
         if self.noise_schedule is None:
             of_step = self._of_poisson(mechanism, noise_multiplier)
-            return Plan(self.sampling.releases(of_step, self.num_steps, self.num_units))
+            return StepPlan(self.sampling.releases(of_step, self.num_steps, self.num_units))
         self.sampling.check_schedule(self.noise_schedule, round(1 / self.sampling_probability))
         noise = (noise_multiplier * factor for factor in self.noise_schedule)
-        return Plan((self.event(mechanism, of_step, step), 1) for step, of_step in enumerate(noise))
+        return StepPlan((self.event(mechanism, of_step, step), 1) for step, of_step in enumerate(noise))
 
     def _schedules(self) -> dict[str, tuple[float, ...]]:
         """Returns the schedules that were given, by name."""

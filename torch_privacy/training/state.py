@@ -27,7 +27,7 @@ from .placement import Placement, local_of
 from .reached_parameters import ReachedParameters
 from .rehearsals import Rehearsals
 from .release import Releases
-from .schedule import Plan
+from .schedule import StepPlan
 from .settings import TrainingSettings
 from .statement import Account, TrainingProgress
 from .weights import WeightGuard
@@ -63,7 +63,7 @@ class Setup:
     examples: Examples
     placement: Placement
     settings: TrainingSettings
-    plan: Plan
+    plan: StepPlan
     mechanism: Mechanism
     tensors_of: TensorsOf
     ledger: privacy.Ledger

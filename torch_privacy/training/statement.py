@@ -22,7 +22,7 @@ from ..privacy.spent import ALWAYS_PUBLIC, AUDIT, NEVER_COVERED, NOT_FOR_RELEASE
 from ..privacy.summary import attacker_as_json
 from ..support.validate import Refused
 from ..support.version import __version__
-from .schedule import Plan
+from .schedule import StepPlan
 from .settings import TrainingSettings
 
 MOVED = (
@@ -65,7 +65,7 @@ class Account:
     def __init__(
         self,
         settings: TrainingSettings,
-        plan: Plan,
+        plan: StepPlan,
         ledger: privacy.Ledger,
         ranks: int = 1,
         reservation: Reservation | None = None,
@@ -83,7 +83,7 @@ class Account:
                 "budget."
             )
 
-    def count_lost(self, num_lost: int, plan: Plan) -> None:
+    def count_lost(self, num_lost: int, plan: StepPlan) -> None:
         """Counts the steps allowed by what is now planned, after releases that were not repeated."""
         self._plan = plan
         self.steps_allowed = self._steps_allowed(num_lost)
@@ -102,7 +102,9 @@ class Account:
             return min(num_steps, made + min(left, default=num_steps))
 
         def exceeds(end: int) -> bool:
-            releases = Plan([*released, *self._plan.between(made, end)]).releases  # runs of equal ones are one entry
+            releases = StepPlan(
+                [*released, *self._plan.between(made, end)]
+            ).releases  # runs of equal ones are one entry
             return not all(limit.allows(releases) for limit in limits)
 
         return bisect_left(range(num_steps + 1), True, lo=made + 1, key=exceeds) - 1
@@ -158,7 +160,7 @@ class Account:
         return self._ledger.events if self._is_over(progress) else self._planned_releases(progress)
 
     def _planned_releases(self, progress: TrainingProgress) -> list[tuple[privacy.Event, int]]:
-        return Plan([*self._ledger.events, *self._plan.between(progress.steps_made, self.steps_allowed)]).releases
+        return StepPlan([*self._ledger.events, *self._plan.between(progress.steps_made, self.steps_allowed)]).releases
 
     def spent(
         self, progress: TrainingProgress, mechanism: Mechanism, delta: float, group_size: int | None = None

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
 import torch_privacy as tp
-from torch_privacy.support.draws import Drawn, Draws, Rule
+from torch_privacy.support.draws import Drawn, Rule, RunDraws
 from torch_privacy.support.fixed_draws import drawing
 
 N = 40
@@ -297,7 +297,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_all_examples_get_the_same_numbers_by_place_whatever_the_batch(name):
-    draws, found = Draws(Rule.BY_PLACE, 7), []
+    draws, found = RunDraws(Rule.BY_PLACE, 7), []
     for n in (6, 3):
         with drawing(draws, n):
             found.append(DRAWS[name](n))
@@ -309,7 +309,7 @@ def test_all_examples_get_the_same_numbers_by_place_whatever_the_batch(name):
 def test_padding_does_not_move_the_numbers_of_a_place(from_end):
     found = []
     for length in (9, 4):
-        with drawing(Draws(Rule.BY_PLACE, 7, from_end=from_end), 3):
+        with drawing(RunDraws(Rule.BY_PLACE, 7, from_end=from_end), 3):
             found.append(torch.rand(3, length))
     kept = found[0][:, -4:] if from_end else found[0][:, :4]
     torch.testing.assert_close(kept, found[1], atol=1e-4, rtol=1e-4)
@@ -317,7 +317,7 @@ def test_padding_does_not_move_the_numbers_of_a_place(from_end):
 
 @pytest.mark.parametrize("length", [2, 3, 10])
 def test_a_permutation_moves_everything(length):
-    with drawing(Draws(Rule.BY_PLACE, 7), 3):
+    with drawing(RunDraws(Rule.BY_PLACE, 7), 3):
         order = torch.randperm(length)
     assert not (order == torch.arange(length)).any()
     assert torch.equal(order.sort().values, torch.arange(length))
@@ -325,7 +325,7 @@ def test_a_permutation_moves_everything(length):
 
 @pytest.mark.parametrize("level", [0.02, 0.5, 0.98])
 def test_single_numbers_are_at_the_level(level):
-    with drawing(Draws(Rule.AT_LEVEL, 7, level), 3):
+    with drawing(RunDraws(Rule.AT_LEVEL, 7, level), 3):
         torch_numbers = [float(torch.rand(())) for _ in range(3)]
         others = [random.random(), random.uniform(0, 1), np.random.rand(), np.random.uniform()]
     assert torch_numbers == pytest.approx([level] * 3, abs=1e-2)
@@ -336,7 +336,7 @@ def test_single_numbers_are_at_the_level(level):
 def test_the_generators_do_not_advance_and_their_functions_come_back(rule):
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     before = random.random, np.random.rand
-    with drawing(Draws(rule, 7), 3):
+    with drawing(RunDraws(rule, 7), 3):
         assert (random.random, np.random.rand) != before
         torch.rand(3), np.random.randn(3), random.gauss(0, 1), torch.randperm(4), random.sample(range(9), 3)
     assert (random.random, np.random.rand) == before
@@ -348,7 +348,7 @@ def test_the_generators_do_not_advance_and_their_functions_come_back(rule):
 @pytest.mark.thorough
 @pytest.mark.parametrize("draw", [lambda: torch.rand(()), lambda: np.random.rand(), lambda: random.random()])
 def test_a_loop_that_waits_for_a_number_ends(draw):
-    with drawing(Draws(Rule.AT_LEVEL, 7, 0.5), 3):
+    with drawing(RunDraws(Rule.AT_LEVEL, 7, 0.5), 3):
         while not 0.8 < draw() < 0.9:
             pass
 

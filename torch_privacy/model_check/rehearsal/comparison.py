@@ -46,7 +46,7 @@ RULE_CURE = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class ChangedAnswer:
     """An answer that changed because of other examples."""
 
     what: str  # a clause: "the loss of example 3 of 8 changed by 12 %"; not from what, as that is private
@@ -76,7 +76,7 @@ class AnswerComparison:
         how: str,
         *,
         loose: bool,
-    ) -> list[Finding]:
+    ) -> list[ChangedAnswer]:
         """Returns the first answer of a kept example that changed, if there is one.
 
         Args:
@@ -91,7 +91,7 @@ class AnswerComparison:
         kept = np.flatnonzero(keep)
         if not len(kept):
             return []
-        found: list[Finding] = []
+        found: list[ChangedAnswer] = []
 
         def check(name: str, a: Tensor, b: Tensor, scale: Tensor, eps: float, numbers: np.ndarray) -> None:
             worst = _worst(a, b, scale, _tolerance(eps, loose))
@@ -101,7 +101,7 @@ class AnswerComparison:
                 which = "example" if numbers is kept or self._units is None else "row"
                 what = f"{name} of {which} {example} of {self._count} changed {change} {how}"
                 scaled = _scaled_alike(answers.losses[places], original.losses[kept], self._count)
-                found.append(Finding(what, turn, kept, RULE_CURE if name == FACTOR else scaled))
+                found.append(ChangedAnswer(what, turn, kept, RULE_CURE if name == FACTOR else scaled))
 
         a, b = answers.losses.double().cpu()[places], original.losses.double().cpu()[kept]
         finite = b[b.isfinite()].abs()

@@ -9,8 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ...support.draws import Drawn, Draws, Rule
-from .comparison import REMOVED, REPLACED, AnswerComparison, Finding
+from ...support.draws import Drawn, Rule, RunDraws
+from .comparison import REMOVED, REPLACED, AnswerComparison, ChangedAnswer
 from .trace import Trace
 from .turn import Answers, BatchVariants, Turn
 
@@ -18,7 +18,7 @@ LEVELS = 6  # quantiles at which random numbers are fixed in a full rehearsal, h
 EXTREME = 0.02  # the first and the last of them lie this near to 0 and to 1
 
 Run = Callable[[Turn], Generator[Turn, Answers, Answers]]
-Verdict = list[Finding] | None  # None if nothing can be said, because random numbers could not be replaced
+Verdict = list[ChangedAnswer] | None  # None if nothing can be said, because random numbers could not be replaced
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Redrawn:
     ):
         self._examples, self._comparison, self._run = examples, comparison, run
         self._generator, self._notes, self._thorough = generator, notes, thorough
-        self._wholes: dict[tuple[Draws, bool], Answers] = {}
+        self._wholes: dict[tuple[RunDraws, bool], Answers] = {}
         self._first_level = 0
-        self._drawn: dict[Draws, list[Drawn | None]] = {}  # in the runs of the whole batch
+        self._drawn: dict[RunDraws, list[Drawn | None]] = {}  # in the runs of the whole batch
 
     @cached_property
     def _key(self) -> int:
@@ -76,11 +76,11 @@ class Redrawn:
         return levels.tolist()
 
     @cached_property
-    def by_place(self) -> Draws:
+    def by_place(self) -> RunDraws:
         """The random numbers for parts of the batch."""
-        return Draws(Rule.BY_PLACE, self._key)
+        return RunDraws(Rule.BY_PLACE, self._key)
 
-    def at_levels(self, *, by_row: bool, in_eval: bool = False) -> list[Draws]:
+    def at_levels(self, *, by_row: bool, in_eval: bool = False) -> list[RunDraws]:
         """Returns random numbers that are equal in all places of a draw, once for each level.
 
         The next call begins with the other half of the levels.
@@ -88,9 +88,9 @@ class Redrawn:
         levels, first = self._levels, self._first_level
         self._first_level = (first + LEVELS // 2) % LEVELS
         rotated = levels[first:] + levels[:first]
-        return [Draws(Rule.AT_LEVEL, self._key, level, by_row, in_eval=in_eval) for level in rotated]
+        return [RunDraws(Rule.AT_LEVEL, self._key, level, by_row, in_eval=in_eval) for level in rotated]
 
-    def whole(self, draws: Draws, *, rows: bool) -> Generator[Turn, Answers, Answers]:
+    def whole(self, draws: RunDraws, *, rows: bool) -> Generator[Turn, Answers, Answers]:
         """Runs the whole batch with these random numbers, once."""
         if (draws, rows) not in self._wholes:
             turn = Turn(self._examples.whole(draws), self._examples.count, rows=rows, draws=draws)
@@ -99,7 +99,7 @@ class Redrawn:
         return self._wholes[draws, rows]
 
     def other(
-        self, keep: np.ndarray, draws: Draws, *, rows: bool, is_part: bool = False
+        self, keep: np.ndarray, draws: RunDraws, *, rows: bool, is_part: bool = False
     ) -> Generator[Turn, Answers, OtherRun | None]:
         """Runs the batch with these random numbers, with other examples or without some, and whole."""
         batch = self._examples.without(keep, draws) if is_part else self._examples.with_others(keep, draws)
@@ -114,7 +114,7 @@ class Redrawn:
         """True if random numbers could be fixed in both runs, and the losses are not equal for all examples."""
         return other.whole is not None and not (_moved(other, other.whole) or _are_alike(other.whole))
 
-    def compare(self, other: OtherRun, original: Answers) -> list[Finding]:
+    def compare(self, other: OtherRun, original: Answers) -> list[ChangedAnswer]:
         """Returns the first answer of a kept example that changed, if there is one."""
         turn, whole = other.turn, other.whole or original
         places = np.arange(turn.count) if other.is_part else np.flatnonzero(other.keep)
@@ -122,7 +122,9 @@ class Redrawn:
         how = REMOVED if other.is_part else REPLACED
         return self._comparison.compare(other.keep, other.answers, whole, places, _again(turn), how, loose=loose)
 
-    def confirm(self, other: OtherRun, found: list[Finding], original: Answers) -> Generator[Turn, Answers, Verdict]:
+    def confirm(
+        self, other: OtherRun, found: list[ChangedAnswer], original: Answers
+    ) -> Generator[Turn, Answers, Verdict]:
         """Returns what is left of these findings if random numbers cannot have caused them.
 
         * Other examples, and equally many draws: only large draws are replaced, so that every branch that a random
@@ -139,7 +141,7 @@ class Redrawn:
             is_final = not any(drawn and (drawn.has_many or drawn.unaligned) for drawn in self._drawn[fixed])
             is_final &= other.turn.drawn is None or not other.turn.drawn.unaligned
         elif other.answers.random == original.random:
-            left = yield from self._findings(other, [fixed := Draws(Rule.FEW_AS_DRAWN, self._key, by_row=True)])
+            left = yield from self._findings(other, [fixed := RunDraws(Rule.FEW_AS_DRAWN, self._key, by_row=True)])
             is_final = not any(drawn and drawn.has_many for drawn in self._drawn[fixed])
         else:
             left, is_final = None, False
@@ -155,7 +157,7 @@ class Redrawn:
                 )
         return left
 
-    def _findings(self, other: OtherRun, all_draws: Iterable[Draws]) -> Generator[Turn, Answers, Verdict]:
+    def _findings(self, other: OtherRun, all_draws: Iterable[RunDraws]) -> Generator[Turn, Answers, Verdict]:
         """Returns what is found with some of these random numbers, the first of those with rows.
 
         Those with which the losses are equal for all examples say nothing, because the draws may have hidden all.

@@ -34,7 +34,7 @@ from .comparison import (
     RULE_CURE,
     STATE_CURE,
     AnswerComparison,
-    Finding,
+    ChangedAnswer,
     depend,
     differing,
     losses_repeat,
@@ -300,7 +300,7 @@ class Rehearsal:
 
     def _findings(
         self, run: Run, redrawn: Redrawn, others: Sequence[OtherRun], original: Answers
-    ) -> Generator[Turn, Answers, tuple[list[Finding], bool]]:
+    ) -> Generator[Turn, Answers, tuple[list[ChangedAnswer], bool]]:
         """Returns the first answer that changed because of other examples; and whether the batch must run again."""
         doubtful = False
         for other in others:
@@ -333,7 +333,7 @@ class Rehearsal:
             "it is random even in eval mode."
         )
 
-    def _explain(self, run: Run, finding: Finding, original: Answers) -> Generator[Turn, Answers, None]:
+    def _explain(self, run: Run, finding: ChangedAnswer, original: Answers) -> Generator[Turn, Answers, None]:
         """Raises ``Refused``; names the module in which examples are mixed if two more runs can show it."""
         where = ""
         if self._memory.overwritten:

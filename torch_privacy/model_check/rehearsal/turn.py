@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from ...support.draws import AS_DRAWN, Drawn, Draws
+from ...support.draws import AS_DRAWN, Drawn, RunDraws
 from ...support.model_state import ModelState
 from .row_digests import RowAnswers
 from .trace import Trace
@@ -30,13 +30,13 @@ class BatchVariants(Protocol):
         """True if random numbers are drawn for the batch as a whole, as by collate_fn."""
         ...
 
-    def whole(self, draws: Draws) -> Any:
+    def whole(self, draws: RunDraws) -> Any:
         """Returns the batch as it is with these random numbers."""
 
-    def with_others(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
+    def with_others(self, keep: np.ndarray, draws: RunDraws = AS_DRAWN) -> Any:
         """Returns the batch with other examples where ``keep`` (count,) is false, at equal shapes; None if none fit."""
 
-    def without(self, keep: np.ndarray, draws: Draws = AS_DRAWN) -> Any:
+    def without(self, keep: np.ndarray, draws: RunDraws = AS_DRAWN) -> Any:
         """Returns a batch of the kept examples alone; None if they cannot be separated from the others."""
 
 
@@ -48,7 +48,7 @@ class Turn:
     count: int
     is_batch: bool = False  # True for the batch itself, which is released unless something was found
     rows: bool = True  # whether rows are compared, not the losses alone
-    draws: Draws = AS_DRAWN
+    draws: RunDraws = AS_DRAWN
     drawn: Drawn | None = None  # what was drawn in the run
     trace: Trace | None = None  # records what the modules return
     prepare: Callable[[], None] = lambda: None  # must be called right before the run

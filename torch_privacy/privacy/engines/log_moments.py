@@ -16,7 +16,7 @@ from ..pairs.base import DiscretizablePair, DominatingPair, PairBounds
 from ..pairs.discrete import LaplacePair
 from ..pairs.either import EitherPair
 from ..pairs.gaussian import LARGEST_SHIFT, SubsampledGaussianPair, SymmetrizedPair
-from ..pairs.shifted import DiscreteGaussianNoise, Mixture, Noise, log_density
+from ..pairs.shifted import DiscreteGaussianNoise, Mixture, NoiseLaw, log_density
 from .tilt import LARGEST_EXPONENT
 
 MOST_NODES = 200_000
@@ -40,7 +40,7 @@ def _larger(pair: DominatingPair, orders: tuple[float, ...]) -> Array:
 
 
 @lru_cache(maxsize=1024)
-def _of_mixtures(noise: Noise, p: Mixture, q: Mixture, orders: tuple[float, ...]) -> Array:
+def _of_mixtures(noise: NoiseLaw, p: Mixture, q: Mixture, orders: tuple[float, ...]) -> Array:
     """Returns the larger direction by a sum over integers, or by `_by_trapezoids`; infinite if that takes many nodes.
 
     Zeros of a mixture's density lie π over its widest distance of shifts off the axis, or farther.

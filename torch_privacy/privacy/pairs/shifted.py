@@ -33,7 +33,7 @@ Mixture = tuple[tuple[float, float], ...]
 """Weights, which add up to 1, and the shift of each part."""
 
 
-class Noise(ABC):
+class NoiseLaw(ABC):
     """A symmetric log-concave noise."""
 
     whole = False  # True if outcomes are integers
@@ -64,7 +64,7 @@ class Noise(ABC):
 
 
 @dataclass(frozen=True)
-class GaussianNoise(Noise):
+class GaussianNoise(NoiseLaw):
     """N(0, 1)."""
 
     @property
@@ -79,7 +79,7 @@ class GaussianNoise(Noise):
 
 
 @dataclass(frozen=True)
-class LaplaceNoise(Noise):
+class LaplaceNoise(NoiseLaw):
     """Laplace noise of scale 1."""
 
     bounded = True
@@ -96,7 +96,7 @@ class LaplaceNoise(Noise):
 
 
 @dataclass(frozen=True)
-class DiscreteLaplaceNoise(Noise):
+class DiscreteLaplaceNoise(NoiseLaw):
     """Integers with a mass in proportion to ``e^(-|k| / scale)``."""
 
     scale: float
@@ -124,7 +124,7 @@ def _gaussian_tails(stddev: float) -> Array:
 
 
 @dataclass(frozen=True)
-class DiscreteGaussianNoise(Noise):
+class DiscreteGaussianNoise(NoiseLaw):
     """Integers with a mass in proportion to ``e^(-k² / (2 stddev²))``."""
 
     stddev: float
@@ -143,7 +143,7 @@ class DiscreteGaussianNoise(Noise):
 
 
 @lru_cache(maxsize=64)
-def enclosed(noise: Noise, p: Mixture, q: Mixture) -> DominatingPair | PairBounds:
+def enclosed(noise: NoiseLaw, p: Mixture, q: Mixture) -> DominatingPair | PairBounds:
     """Returns bounds on the pair of two mixtures with a rising likelihood ratio; the pair, where they are the same."""
     shifts = sorted(shift for _, shift in p + q)
     cuts = _cuts(noise, shifts)
@@ -160,7 +160,7 @@ def enclosed(noise: Noise, p: Mixture, q: Mixture) -> DominatingPair | PairBound
     return PairBounds(spread(p_mass, q_mass, low, high), (merged,), mixtures=mixtures)
 
 
-def sampled(noise: Noise, sensitivity: float, probability: float, *, replaced: bool) -> DominatingPair | PairBounds:
+def sampled(noise: NoiseLaw, sensitivity: float, probability: float, *, replaced: bool) -> DominatingPair | PairBounds:
     """Returns the pair of a sum over a Poisson sample plus noise: of an example added, or replaced by its opposite."""
     rest = () if probability == 1 else ((1 - probability, 0.0),)
     if replaced and probability < 1:
@@ -187,12 +187,12 @@ def mixed(pair: DominatingPair | PairBounds, probability: float) -> DominatingPa
     return DiscretePair(p, pair.q)
 
 
-def masses(noise: Noise, mixture: Mixture, cuts: Array) -> Array:
+def masses(noise: NoiseLaw, mixture: Mixture, cuts: Array) -> Array:
     """Returns the mass of a mixture in each cell between two cuts."""
     return np.sum([weight * noise.mass(cuts[:-1] - at, cuts[1:] - at) for weight, at in mixture], axis=0)
 
 
-def _cuts(noise: Noise, shifts: list[float]) -> Array:
+def _cuts(noise: NoiseLaw, shifts: list[float]) -> Array:
     """Returns the ends of the cells; the first and the last one are unbounded."""
     low, high = shifts[0] - noise.reach, shifts[-1] + noise.reach
     if not noise.whole:
@@ -204,12 +204,12 @@ def _cuts(noise: Noise, shifts: list[float]) -> Array:
     return np.concatenate([[-np.inf], inner, [np.inf]])
 
 
-def log_ratio(noise: Noise, at: Array, p: Mixture, q: Mixture) -> Array:
+def log_ratio(noise: NoiseLaw, at: Array, p: Mixture, q: Mixture) -> Array:
     """Returns the log of the ratio of two mixtures' densities at each outcome."""
     return log_density(noise, at, p) - log_density(noise, at, q)
 
 
-def log_density(noise: Noise, at: Array, mixture: Mixture) -> Array:
+def log_density(noise: NoiseLaw, at: Array, mixture: Mixture) -> Array:
     """Returns the log of a mixture's density at each outcome, up to the constant of the noise."""
     parts = [np.log(weight) + noise.log_density(at - shift) for weight, shift in mixture]
     return np.asarray(logsumexp(parts, axis=0))

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch_privacy.runs.verify import files, pages, prices, settings
 from torch_privacy.runs.verify.evidence import Evidence
 from torch_privacy.runs.verify.finding import Finding as Finding
-from torch_privacy.runs.verify.finding import Verdict as Verdict
+from torch_privacy.runs.verify.finding import Outcome as Outcome
 from torch_privacy.runs.verify.finding import Verification as Verification
 from torch_privacy.runs.verify.finding import differs, unchecked
 

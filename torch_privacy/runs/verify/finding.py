@@ -16,7 +16,7 @@ SAME = 1e-12  # relative difference of copies of one number
 ROUNDED = 1e-7  # of one number computed by two machines
 
 
-class Verdict(Enum):
+class Outcome(Enum):
     """The three outcomes of a check."""
 
     AGREES = "agrees"
@@ -29,7 +29,7 @@ class Finding:
     """The outcome of one check: what was checked, the verdict, and by how much it differs or why it cannot be known."""
 
     subject: str
-    verdict: Verdict
+    verdict: Outcome
     detail: str = ""
 
 
@@ -43,9 +43,9 @@ class Verification:
     @property
     def is_false(self) -> bool:
         """True if something that the folder states is false."""
-        return any(finding.verdict is Verdict.DIFFERS for finding in self.findings)
+        return any(finding.verdict is Outcome.DIFFERS for finding in self.findings)
 
-    def of(self, verdict: Verdict) -> list[Finding]:
+    def of(self, verdict: Outcome) -> list[Finding]:
         """Returns the findings with this verdict."""
         return [finding for finding in self.findings if finding.verdict is verdict]
 
@@ -55,23 +55,23 @@ class Verification:
         return {"folder": str(self.folder), "false": self.is_false, "findings": listed}
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{verdict.value}: {len(self.of(verdict))}" for verdict in Verdict)
+        counts = ", ".join(f"{verdict.value}: {len(self.of(verdict))}" for verdict in Outcome)
         return f"{self.folder}: {'something is false' if self.is_false else 'nothing is false'} ({counts})"
 
 
 def agrees(subject: str, detail: str = "") -> Finding:
     """Returns a finding that agrees."""
-    return Finding(subject, Verdict.AGREES, detail)
+    return Finding(subject, Outcome.AGREES, detail)
 
 
 def differs(subject: str, detail: str) -> Finding:
     """Returns a finding of something false."""
-    return Finding(subject, Verdict.DIFFERS, detail)
+    return Finding(subject, Outcome.DIFFERS, detail)
 
 
 def unchecked(subject: str, detail: str) -> Finding:
     """Returns a finding of something that cannot be known."""
-    return Finding(subject, Verdict.UNCHECKED, detail)
+    return Finding(subject, Outcome.UNCHECKED, detail)
 
 
 def equal(subject: str, stated: Any, found: Any, source: str) -> Finding:

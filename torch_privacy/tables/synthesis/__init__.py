@@ -11,8 +11,8 @@ from ...support.units import ONE_EXAMPLE
 from ..defaults import defaults
 from ..schema import Schema
 from ..split import owner_codes
-from .plan import WHERE, Settings
-from .run import Run
+from .plan import WHERE, SynthesisSettings
+from .run import GeneratorRun
 from .synthesizer import Synthesizer
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def synthesize(
     Source: McKenna et al. (2022), arXiv:2201.12677; McKenna et al. (2021), arXiv:2108.04978.
     """
     n = len(frame) if owners is None else len(owner_codes(owners, len(frame), WHERE)[1])
-    settings = Settings(
+    settings = SynthesisSettings(
         generator=generator,
         epsilon=epsilon,
         delta=defaults(max(n, 2), epsilon, delta).delta,
@@ -70,7 +70,7 @@ def synthesize(
         unit=ONE_EXAMPLE if owners is None else owner_name,
         seed=seed,
     )
-    run = Run(run_folder, frame, schema, settings, owners=owners, budget=budget)
+    run = GeneratorRun(run_folder, frame, schema, settings, owners=owners, budget=budget)
     try:
         for _ in run.steps():
             pass
@@ -79,4 +79,4 @@ def synthesize(
         run.close()
 
 
-__all__ = ["Run", "Settings", "Synthesizer", "synthesize"]
+__all__ = ["GeneratorRun", "SynthesisSettings", "Synthesizer", "synthesize"]

@@ -27,7 +27,7 @@ Codes = NDArray[np.int64]  # (n, k)
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class ColumnGrid:
     """The values that each column of a synthetic table can have, as whole numbers from 0 on.
 
     Of every column 0 is a missing cell. Of a category 1 is "other", and 2, 3, ... are those of the schema. Of a number

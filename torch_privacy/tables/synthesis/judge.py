@@ -27,11 +27,11 @@ from ..defaults import defaults
 from ..encode import Encoded, Encoder
 from ..model import losses, new_model
 from . import plan
-from .cells import Codes, Grid
+from .cells import Codes, ColumnGrid
 from .chain import marginal
 from .marginals import Marginals
 from .network_training import NetworkTraining
-from .run import Run
+from .run import GeneratorRun
 from .synthesizer import Synthesizer
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Judgement:
 
 
 def judge(
-    synthesizer: Synthesizer, train: DataFrame, test: DataFrame, *, private: Run | None = None, seed: int = 0
+    synthesizer: Synthesizer, train: DataFrame, test: DataFrame, *, private: GeneratorRun | None = None, seed: int = 0
 ) -> Judgement:
     """Judges synthetic rows, as many as there are training rows.
 
@@ -96,13 +96,13 @@ def judge(
     )
 
 
-def distance(first: Codes, second: Codes, columns: Sequence[int], grid: Grid) -> float:
+def distance(first: Codes, second: Codes, columns: Sequence[int], grid: ColumnGrid) -> float:
     """Returns the total variation distance between two tables in some columns, ``½ Σ |p - q|``."""
     p, q = (marginal(codes, columns, grid.sizes) / len(codes) for codes in (first, second))
     return float(np.abs(p - q).sum() / 2)
 
 
-def _lost(grid: Grid, train: DataFrame, rows: DataFrame) -> dict[str, dict[str, int]]:
+def _lost(grid: ColumnGrid, train: DataFrame, rows: DataFrame) -> dict[str, dict[str, int]]:
     found = {}
     for column in grid.columns:
         if column.kind != "category":
@@ -116,7 +116,7 @@ def _lost(grid: Grid, train: DataFrame, rows: DataFrame) -> dict[str, dict[str, 
 
 
 def _scores(
-    grid: Grid, train: DataFrame, test: DataFrame, rows: DataFrame, private: Run | None, seed: int
+    grid: ColumnGrid, train: DataFrame, test: DataFrame, rows: DataFrame, private: GeneratorRun | None, seed: int
 ) -> tuple[dict[str, float], str, int]:
     """Returns scores of the same model, trained on synthetic rows, on real ones with privacy, and without."""
     encoder = Encoder(grid.schema)
@@ -167,7 +167,7 @@ def _trained(encoder: Encoder, encoded: Encoded, seed: int) -> Any:
     return model.eval()
 
 
-def _privately(encoder: Encoder, encoded: Encoded, run: Run, seed: int) -> Any:
+def _privately(encoder: Encoder, encoded: Encoded, run: GeneratorRun, seed: int) -> Any:
     """Returns a model that is trained with the run's epsilon, the learning of the schema included."""
     settings = run.settings
     found = defaults(run.source.num_units, settings.epsilon, settings.delta)
@@ -192,7 +192,7 @@ def _privately(encoder: Encoder, encoded: Encoded, run: Run, seed: int) -> Any:
     return average.model.eval()
 
 
-def audit(run: Run, count: int, *, significance: float = 0.05) -> Audit:
+def audit(run: GeneratorRun, count: int, *, significance: float = 0.05) -> Audit:
     """Audits the generator once: it is made again, from the real rows and ``count`` canary rows.
 
     A fair coin decides of each canary, a row of random values, whether it is in. Scores are what an attacker makes of
@@ -220,7 +220,7 @@ def audit(run: Run, count: int, *, significance: float = 0.05) -> Audit:
 OF_OWNER = "The audit spends the epsilon once more, on the same rows: its numbers are for the owner of the data alone."
 
 
-def _audit_of_network(run: Run, canaries: Codes, significance: float) -> Audit:
+def _audit_of_network(run: GeneratorRun, canaries: Codes, significance: float) -> Audit:
     def train(dataset: Any) -> PrivateTraining:
         settings = {"seed": run.settings.seed, "noise_multiplier": run.scale, "data": dataset}
         made = NetworkTraining(run.codes, run.grid.sizes, run.order, run.plan.training, **settings)

@@ -22,7 +22,7 @@ from ..mechanisms import part_of_opendp
 from .cells import Codes
 from .chain import marginal
 from .graph import Columns
-from .plan import Release
+from .plan import PlannedRelease
 from .released import PublicSetup, Released
 
 
@@ -63,7 +63,7 @@ class Marginals:
         self.released.take(result)
         return result
 
-    def _counts(self, release: Release) -> torch.Tensor:
+    def _counts(self, release: PlannedRelease) -> torch.Tensor:
         """Returns noisy counts, (cells of all marginals)."""
         known = self.released
         if release.kind == "one-way":
@@ -77,7 +77,7 @@ class Marginals:
         self._noise.add_to(len(known.results), {"counts": counts}, known.public.stddev(release, num_marginals))
         return counts
 
-    def _choose(self, release: Release) -> Columns:
+    def _choose(self, release: PlannedRelease) -> Columns:
         """Returns a marginal that the model misses by much. Removing a row moves its distance by at most 1."""
         known = self.released
         candidates, merged = known.candidates(), known.merge(self._codes)

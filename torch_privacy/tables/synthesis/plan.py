@@ -26,7 +26,7 @@ LARGEST_CHOICE = 50.0  # epsilon that the event of a choice takes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SynthesisSettings:
     """The public settings of a run; see `synthesize`."""
 
     generator: str = "aim"
@@ -55,7 +55,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Release:
+class PlannedRelease:
     """A planned release: ``"one-way"`` marginals, the ``"choice"`` of a marginal, or the marginals ``"chosen"``."""
 
     kind: str
@@ -73,7 +73,7 @@ def num_rounds(generator: str, num_columns: int, most: int | None = None) -> int
     return max(1, rounds if most is None else min(rounds, most))
 
 
-def planned(generator: str, num_columns: int, unit: str, scale: float) -> list[Release]:
+def planned(generator: str, num_columns: int, unit: str, scale: float) -> list[PlannedRelease]:
     """Returns all releases in their order; ``scale`` multiplies all noise.
 
     With w its part of the budget, a release of marginals has noise ``scale / √w`` times their sensitivity, and a choice
@@ -81,19 +81,19 @@ def planned(generator: str, num_columns: int, unit: str, scale: float) -> list[R
     """
     one, rounds = ONE_WAY[generator], num_rounds(generator, num_columns)
 
-    def marginals(kind: str, part: float) -> Release:
-        return Release(kind, privacy.Gaussian(scale / math.sqrt(part), RELATION, unit=unit))
+    def marginals(kind: str, part: float) -> PlannedRelease:
+        return PlannedRelease(kind, privacy.Gaussian(scale / math.sqrt(part), RELATION, unit=unit))
 
     select = (1 - one) * SELECT[generator] / rounds
     epsilon = min(2 * math.sqrt(select) / scale, LARGEST_CHOICE)
-    choice = Release("choice", privacy.ExponentialMechanism(epsilon, False, RELATION, unit))
+    choice = PlannedRelease("choice", privacy.ExponentialMechanism(epsilon, False, RELATION, unit))
     measure = (1 - one) * (1 - SELECT[generator])
     if generator == "mst":
         return [marginals("one-way", one), *[choice] * rounds, marginals("chosen", measure)]
     return [marginals("one-way", one), *[choice, marginals("chosen", measure / rounds)] * rounds]
 
 
-def counted(releases: Sequence[Release]) -> Counted:
+def counted(releases: Sequence[PlannedRelease]) -> Counted:
     """Returns the events with how often each is released."""
     found: dict[privacy.Event, int] = {}
     for release in releases:
@@ -111,7 +111,7 @@ class Plan:
         n: number of rows, or of persons where these are protected.
     """
 
-    settings: Settings
+    settings: SynthesisSettings
     schema: Schema
     n: int
 
@@ -131,7 +131,7 @@ class Plan:
         parts = LearningBudget.of(self.schema, self.n, rows, share * settings.epsilon, share * settings.delta)
         return [(replace(event, unit=settings.unit), count) for event, count in parts.events]  # type: ignore[call-arg]
 
-    def releases(self, scale: float) -> list[Release]:
+    def releases(self, scale: float) -> list[PlannedRelease]:
         """Returns the releases of marginals, in their order; columns that learning leaves out count."""
         num_columns = sum(column.kind != "ignored" for column in self.schema.columns)
         return planned(self.settings.generator, num_columns, self.settings.unit, scale)

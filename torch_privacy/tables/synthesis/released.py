@@ -16,7 +16,7 @@ from ...mechanisms.base import PRICED_ROUNDING
 from .cells import Codes
 from .chain import Chain, marginal
 from .graph import ITERATIONS, Array, Columns, Measured, Model, num_cells
-from .plan import Release
+from .plan import PlannedRelease
 
 MOST_CELLS = 200_000  # of the groups of a model
 LARGEST_MARGINAL = 50_000  # cells of one that may be chosen
@@ -40,12 +40,12 @@ class PublicSetup:
     generator: str
     sizes: tuple[int, ...]
     num_numeric: int
-    releases: Sequence[Release]
+    releases: Sequence[PlannedRelease]
     rows: int = 1
     total: int | None = None
     target: int | None = None
 
-    def stddev(self, release: Release, marginals: int) -> float:
+    def stddev(self, release: PlannedRelease, marginals: int) -> float:
         """Returns the standard deviation of each count; a row changes each marginal in one cell by 1."""
         return PRICED_ROUNDING * release.noise * self.rows * math.sqrt(marginals)
 
@@ -74,7 +74,7 @@ class Released:
         self._fits = 0, 0  # to how many measurements, by how many iterations
 
     @property
-    def following(self) -> Release:
+    def following(self) -> PlannedRelease:
         """Returns the next release."""
         return self.public.releases[len(self.results)]
 
@@ -94,7 +94,7 @@ class Released:
                 self._measured.append(Measured(columns, counts, self.public.stddev(release, len(chosen))))
         self.results.append(result)
 
-    def _take_one_way(self, values: Array, release: Release) -> None:
+    def _take_one_way(self, values: Array, release: PlannedRelease) -> None:
         """Merges values with counts that are no more than noise, and notes the counts of the others."""
         stddev = self.public.stddev(release, self.public.num_one_way)
         *parts, fractional = np.split(values, np.cumsum(self.public.sizes))

@@ -20,11 +20,11 @@ from ...training.bound_data import reserve
 from ..extra import needed
 from ..read import rows_of
 from ..schema import Schema
-from .cells import Grid
+from .cells import ColumnGrid
 from .marginals import Marginals
 from .network import order_of
 from .network_training import STEPS_BETWEEN, NetworkTraining
-from .plan import Plan, Settings
+from .plan import Plan, SynthesisSettings
 from .released import PublicSetup
 from .source import SourceRows
 from .statement import of_marginals, with_generator
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 EXPERIMENT = "synthetic table"  # in the settings of the run folder
 
 
-class Run:
+class GeneratorRun:
     """A run of a generator. Call `steps` to its end, and then `finish`.
 
     Args:
@@ -54,7 +54,7 @@ class Run:
         path: Path | str,
         frame: DataFrame,
         schema: Schema,
-        settings: Settings,
+        settings: SynthesisSettings,
         *,
         owners: Any = None,
         budget: privacy.DataBudget | None = None,
@@ -183,7 +183,7 @@ class Run:
 
     def _prepare(self) -> None:
         """Encodes the rows by the completed schema, and takes up what was made already."""
-        self.grid = grid = Grid(Schema.from_toml(self._state["released"]["schema"]))
+        self.grid = grid = ColumnGrid(Schema.from_toml(self._state["released"]["schema"]))
         if self.settings.generator == "network":  # its training chooses rows of each person in each step
             self.codes = grid.encode(self.source.frame)
             self._prepare_network()

@@ -17,7 +17,7 @@ from ..extra import needed
 from ..learn import TableError, capped, learn
 from ..schema import Schema
 from ..split import owner_codes
-from .plan import WHERE, Settings
+from .plan import WHERE, SynthesisSettings
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -35,7 +35,7 @@ class SourceRows:
 
     frame: DataFrame
     schema: Schema
-    settings: Settings
+    settings: SynthesisSettings
     owners: Any = None
     of_budget: tuple[DataFrame, int | None] | None = None
 

@@ -17,7 +17,7 @@ from ...privacy.events.base import releases_to_json
 from ...privacy.spent import ALWAYS_PUBLIC, NEVER_COVERED
 from ...privacy.summary import attacker_as_json
 from ...support.version import __version__
-from .plan import RELATION, Settings
+from .plan import RELATION, SynthesisSettings
 
 POST_PROCESSING = (
     "Any number of rows may be drawn from the generator, now or later, by anyone who has generator.safetensors and "
@@ -31,7 +31,7 @@ NOT_COVERED = (
 
 
 def of_marginals(
-    settings: Settings, ledger: privacy.Ledger, num_units: int, data_budget: dict[str, Any]
+    settings: SynthesisSettings, ledger: privacy.Ledger, num_units: int, data_budget: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns the statement on noisy marginals of ``num_units`` rows or people, and on the choices between them."""
     profile, rows = ledger.profile(), settings.per_owner or 1
@@ -80,7 +80,7 @@ def of_marginals(
     }
 
 
-def with_generator(statement: dict[str, Any], settings: Settings) -> dict[str, Any]:
+def with_generator(statement: dict[str, Any], settings: SynthesisSettings) -> dict[str, Any]:
     """Returns a statement with what it says of the generator and of the rows that are drawn from it."""
     return {
         **statement,

@@ -19,7 +19,7 @@ from ...runs.folder import RunFolder
 from ...support.validate import Refused, whole
 from ...support.write_file import PUBLIC, write_whole
 from ..schema import Schema
-from .cells import Codes, Grid
+from .cells import Codes, ColumnGrid
 from .chain import Chain, Link
 from .network import RowNetwork
 
@@ -48,7 +48,7 @@ class Synthesizer:
           drawn, at any time, for the epsilon in the run's ``privacy.json``.
     """
 
-    grid: Grid
+    grid: ColumnGrid
     model: Chain | RowNetwork
     whole: tuple[str, ...]
 
@@ -96,7 +96,7 @@ class Synthesizer:
             hint = f"Continue it with --resume {path}" if unfinished else "Name a folder that synthesize has made"
             what = "this run is unfinished" if unfinished else "holds no generator of synthetic rows"
             raise ValueError(f"{path}: {what}. {hint}.")
-        grid = Grid(Schema.from_toml(folder.read_schema(), str(folder.schema)))
+        grid = ColumnGrid(Schema.from_toml(folder.read_schema(), str(folder.schema)))
         try:
             with safetensors.safe_open(folder.generator, framework="pt") as file:
                 plain = json.loads((file.metadata() or {}).get(KEY, "{}"))
