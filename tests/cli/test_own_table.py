@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 import torch_privacy as tp
 from torch_privacy import privacy, tables
@@ -175,13 +176,50 @@ def test_same_settings_make_the_same_split(file, finished):
 @pytest.mark.thorough
 def test_complete_schema_costs_nothing_and_exact_counts_are_only_shown(file, tmp_path, capsys):
     schema, folder = tmp_path / "schema.toml", tmp_path / "run"
-    schema.write_text(SCHEMA)
+    schema.write_text(SCHEMA.replace("[18, 90]", '[18, 90]\nscale = "bounds"'))
     assert run(["train", str(file), *TRAIN, "--schema", str(schema), "--run", str(folder)]) == 0
     shown = capsys.readouterr().err
     assert "nothing was learnt privately" in shown
     assert "not of the declared kind: 1 of 'job'" in shown
     assert [type(event) for event, _ in events_of(folder)] == [privacy.SubsampledGaussian]
     assert not any(b"not of the declared" in content for content in contents(folder).values())
+
+
+def test_a_plan_reads_no_column_and_writes_nothing(file, tmp_path, monkeypatch, capsys):
+    def never(*_, **__):
+        raise AssertionError("learnt")
+
+    monkeypatch.setattr(tables, "learn", never)
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", str(file), *TRAIN, "--plan", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert "1,349 rows" in plan["trains on"]
+    assert "this plan has cost nothing" in plan["epsilon in all"]
+    assert int(re.search(r"about (\d+) rows", plan["rare categories"])[1]) > 10
+    assert not list(tmp_path.iterdir())
+
+
+def test_declared_categories_are_listed_with_their_sources_and_rare_ones_pointed_out(file, tmp_path):
+    schema = tmp_path / "schema.toml"
+    known = SCHEMA.replace('["nurse", "baker"]', f'["nurse", "baker", "{RARE}"]\nsource = "list of jobs"')
+    schema.write_text(known.replace("[18, 90]", '[18, 90]\nscale = "bounds"').replace("classification", "learn"))
+    settings = complete(file, {"target": "income", "target_epsilon": 4.0, "schema": str(schema), "hidden_units": 0})
+    task = own_table.build_task(own_table.STUDY.settings(**settings))
+    assert not task.private(None)["prior_releases"]
+    assert {one["column"]: one["source"] for one in task.declared} == {"age": "", "job": "list of jobs", "income": ""}
+    assert [RARE in text for text in task.exact if "few rows" in text] == [True]
+    assert not any(RARE in text for text in task.notes)
+    model = task.new_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape))
+    more = task.more_scores(model)
+    listed = {(one["column"], one["value"]): one["coefficient"] for one in more["coefficients"]}
+    inputs = task.test[0][0][None]
+    logits = model(inputs)[0]
+    job = ("(missing)", "(other)", "nurse", "baker", RARE)[int(inputs[0, 2])]
+    by_hand = listed["(intercept)", ""] + listed["job", job] + inputs[0, 0] * listed["age", "half of its scale"]
+    assert by_hand.item() == pytest.approx((logits[1] - logits[0]).item())
 
 
 @pytest.mark.thorough
@@ -273,7 +311,7 @@ MISTAKES = {  # arguments, with F for a table -> words of the one sentence
     "noise for an open schema": (["train", "F", "--target", "income", "--noise-multiplier", "1"], "complete schema"),
     "negative epsilon": (["train", "F", "--target", "income", "--epsilon", "-2"], "--epsilon -2.0 must be greater"),
     "delta": (["train", "F", *TRAIN, "--delta", "0.01"], "--delta 0.01 must lie in"),
-    "no units": (["train", "F", *TRAIN, "--hidden-units", "0"], "--hidden-units 0 must be"),
+    "no units": (["train", "F", *TRAIN, "--hidden-units", "-1"], "--hidden-units -1 must be"),
     "all share": (["train", "F", *TRAIN, "--schema-share", "1"], "--schema-share 1.0 must lie in (0, 1)"),
     "all test": (["train", "F", *TRAIN, "--test-share", "1"], "--test-share 1.0 must lie in (0, 1)"),
     "owner alone": (["train", "F", *TRAIN, "--owner", "job"], "--owner COLUMN and --per-owner K belong together"),

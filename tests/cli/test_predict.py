@@ -101,13 +101,27 @@ def test_predicted_classes_are_those_of_the_saved_network(runs, tmp_path, capsys
     torch.testing.assert_close(torch.tensor(found).float(), probabilities, atol=1e-6, rtol=1e-5)
 
 
+def test_columns_are_kept_and_a_threshold_decides(runs, tmp_path, capsys):
+    new = people(50, seed=1).assign(id=[f"n{i}" for i in range(50)])
+    new.to_csv(tmp_path / "new.csv", index=False)
+    chosen = ["--keep", "id", "--threshold", "low=0.2"]
+    rows, _ = predicted(capsys, runs["income"], tmp_path / "new.csv", *chosen)
+    assert [row["id"] for row in rows] == new["id"].tolist()
+    assert all((row["prediction"] == "low") == (float(row["probability of low"]) >= 0.2) for row in rows)
+    for wrong, said in ((["--keep", "ids"], "no column of"), (["--threshold", "lo=1"], "none of 'high', 'low'")):
+        assert run(["predict", str(runs["income"]), str(tmp_path / "new.csv"), *wrong]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_predicted_numbers_are_in_the_unit_of_the_target(runs, tmp_path, capsys):
     new = people(50, seed=1)
     new.to_csv(tmp_path / "new.csv", index=False)
     rows, _ = predicted(capsys, runs["rent"], tmp_path / "new.csv")
     found = torch.tensor([float(row["prediction"]) for row in rows]).float()
-    outputs = by_hand(runs["rent"], new).clamp(-1, 1)
-    torch.testing.assert_close(found, 1000 + 1000 * outputs, atol=0.01, rtol=1e-4)
+    schema = tables.Schema.read(runs["rent"] / "schema.toml")
+    (low, high), (first, last) = schema.target_column.bounds, schema.target_column.scale
+    expected = ((first + last + (last - first) * by_hand(runs["rent"], new)) / 2).clamp(low, high)
+    torch.testing.assert_close(found, expected, atol=0.01, rtol=1e-4)
     assert list(rows[0]) == ["prediction"]
 
 

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from torch_privacy.cli import run
+from torch_privacy.experiments.own_table import SHAPE
 from torch_privacy.runs.verify import verify
 
 SCHEMA = """
@@ -79,3 +80,11 @@ def test_mistakes_are_refused_in_a_sentence(arguments, message, folder, capsys):
     assert message in error
     assert error.count("\n") == 1
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("schema", [[], ["--schema", "schema.toml"]], ids=["learnt", "declared"])
+def test_the_statement_says_that_the_shape_of_the_file_was_read(folder, schema):
+    made = ["--epsilon", "3", "--target", "income", "--generator", "mst", "--no-page", "--run", "r"]
+    assert run(["synthesize", "people.csv", *made, *schema]) == 0
+    not_covered = json.loads((folder / "r/privacy.json").read_text())["not_covered"]
+    assert (SHAPE in not_covered) == (not schema)

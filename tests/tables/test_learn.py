@@ -16,7 +16,7 @@ from scipy.stats import norm
 
 from torch_privacy import privacy, tables
 from torch_privacy.privacy import ZeroConcentrated
-from torch_privacy.tables import Column, Schema, TableError, learn, mechanisms
+from torch_privacy.tables import Column, Encoder, Schema, TableError, learn, mechanisms, ranges
 from torch_privacy.tables import learn as _learn_function
 from torch_privacy.tables.bounds import (
     STANDS_OUT,
@@ -219,9 +219,10 @@ def exact_counts(monkeypatch, frame, schema, **options):
         seen["categories"], seen["category noise"] = dict(exact), noise
         return {key: count for key, count in exact.items() if count > 1}, 1
 
-    monkeypatch.setattr(module, "noisy_counts", counts)
+    for room in (module, ranges):
+        monkeypatch.setattr(room, "noisy_counts", counts)
     monkeypatch.setattr(module, "frequent", categories)
-    monkeypatch.setattr(module, "STANDS_OUT", (0.0, 0.0))
+    monkeypatch.setattr(ranges, "STANDS_OUT", (0.0, 0.0))
     seen["learnt"] = learn(frame, schema, **MUCH, **options)
     return seen
 
@@ -252,11 +253,61 @@ def test_neighboring_tables_change_statistics_by_no_more_than_the_sensitivity(mo
         assert change == pytest.approx(most * math.sqrt(noise.groups))  # attained
         assert change <= noise.sensitivity * (1 + 1e-15)
     assert a["histograms"][0][1].groups == len(frame.columns)
+    assert_scales_have_the_sensitivity(monkeypatch, frame, rows, (options | with_owner, options | without), most)
     keys = a["categories"].keys() | b["categories"].keys()
     changes = np.array([a["categories"].get(key, 0) - b["categories"].get(key, 0) for key in keys])
     noise = a["category noise"]
     assert np.linalg.norm(changes) <= noise.sensitivity
     assert (np.abs(changes).max(), np.abs(changes).sum()) <= (most, most * noise.groups)
+
+
+def assert_scales_have_the_sensitivity(monkeypatch, frame, rows, options, most):
+    """Asserts the same of histograms within declared bounds, which are made where scales are asked for alone."""
+    columns = (
+        Column("age", "number", (0, 1000)),
+        Column("same", "number", (0, 5)),
+        Column("y", "category", categories=("no", "yes")),
+    )
+    frame, schema = frame[["age", "same", "y"]], Schema(columns, "y", "classification")
+    parts = (frame, frame.iloc[:-rows])
+    assert len(exact_counts(monkeypatch, frame, schema, **options[0])["histograms"]) == 1
+    a, b = (exact_counts(monkeypatch, part, schema, scales=True, **of) for part, of in zip(parts, options, strict=True))
+    assert len(a["histograms"]) == len(b["histograms"]) == 3
+    for (more, noise), (fewer, same) in zip(a["histograms"], b["histograms"], strict=True):
+        assert noise == same
+        assert np.linalg.norm(more - fewer) == pytest.approx(most * math.sqrt(noise.groups))
+    assert noise.groups == 2
+
+
+@pytest.mark.parametrize("times", [1, 3, 1000])
+def test_scales_find_the_values_within_wide_bounds_for_a_small_price(times):
+    rng = np.random.default_rng(0)
+    n, half = 5000, 30 * times
+    frame = pd.DataFrame(
+        {
+            "size": rng.normal(70, 10, n),
+            "wage": rng.lognormal(10, 1, n) * (rng.random(n) > 0.3),
+            "joined": (pd.Timestamp("2015-01-01") + pd.to_timedelta(rng.integers(0, 3000, n), unit="D")).astype(str),
+            "y": rng.lognormal(3, 1, n),
+        }
+    ).astype(str)
+    columns = (
+        Column("size", "number", (70 - half, 70 + half)),
+        Column("wage", "number", (0, 1e6 * times)),
+        Column("joined", "date", ("1990-01-01", "2030-01-01")),
+        Column("y", "number", (0, 1e3 * times)),
+    )
+    schema = Schema(columns, "y", "regression")
+    learnt = learn(frame, schema, epsilon=0.6, delta=1e-6, scales=True)
+    assert learnt.epsilon(1e-6) <= 0.6
+    assert [column.bounds for column in learnt.schema.columns] == [column.bounds for column in columns]
+    assert [column.log is not None for column in learnt.schema.columns] == [False, True, False, False]
+    numbers = Encoder(learnt.schema).encode(frame).numbers
+    spread = numbers[:, [0, 2, 4]].std(0).tolist()
+    assert all(0.2 < one < 0.9 for one in spread), spread
+    again = Schema.from_toml(learnt.schema.to_toml())
+    assert again == learnt.schema
+    assert not again.has_scales_to_learn
 
 
 def _first_rows(capped, owners, per_owner, n):

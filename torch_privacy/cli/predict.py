@@ -25,9 +25,35 @@ PredictOut = Annotated[
     ),
 ]
 
+Keep = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--keep",
+        help="Column of the table to copy before the predictions, such as a number of customers; may be repeated.",
+        metavar="COLUMN",
+        show_default="none",
+    ),
+]
+DecideAt = Annotated[
+    str | None,
+    typer.Option(
+        "--threshold",
+        help="Predict a class from this probability on, such as yes=0.1.",
+        metavar="CLASS=P",
+        show_default="that of the run, or the most probable class",
+    ),
+]
+
 
 @app.command()
-def predict(run: RunOfTable, file: NewTable, output: PredictOut = None, as_json: AsJson = False) -> None:
+def predict(
+    run: RunOfTable,
+    file: NewTable,
+    output: PredictOut = None,
+    keep: Keep = None,
+    threshold: DecideAt = None,
+    as_json: AsJson = False,
+) -> None:
     """Predict the target of every row of a table with the model of a run; write the predictions as CSV.
 
     They follow from the released model alone, so they cost no privacy of the rows that it was trained on. The table
@@ -39,8 +65,8 @@ def predict(run: RunOfTable, file: NewTable, output: PredictOut = None, as_json:
     if output is not None and output.exists() and file.exists() and output.samefile(file):
         raise ValueError(f"predict: --output {output} is the table itself. Name another file.")
     with needing_extra():
-        predictor = Predictor.load(run)
-        found = predictor.predict_file(file)
+        predictor = Predictor.load(run, threshold)
+        found = predictor.predict_file(file, tuple(keep or ()))
     for note in found.notes:
         say(f"torch-privacy: {note}")
     if as_json:

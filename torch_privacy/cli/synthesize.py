@@ -107,7 +107,7 @@ def synthesize(
             if page:
                 job.write_page(job.run.synthesizer(), audit)
             epsilon = job.run.profile().epsilon_high(job.run.settings.delta)
-            job.run.finish()
+            job.run.finish(job.not_covered)
         finally:
             job.run.close()
     more = [(f"epsilon at delta = {job.run.settings.delta:g}", f"at most {epsilon:.4g}, for any number of rows")]

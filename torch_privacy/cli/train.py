@@ -40,6 +40,11 @@ Method = Annotated[
     typer.Option(help="How text-imdb trains: linear, last, lora or full.", metavar="NAME", show_default="linear"),
 ]
 
+Plan = Annotated[
+    bool,
+    typer.Option("--plan", help="Only show what a training on a table would learn and release; costs nothing."),
+]
+
 
 @app.command()
 @with_options
@@ -49,6 +54,7 @@ def train(
     experiment: Name = None,
     chosen: Annotated[dict[str, Any], Chosen(TableSettings)],  # every experiment has its own defaults
     method: Method = None,
+    plan: Plan = False,
     run: RunPath = None,
     resume: ResumePath = None,
     output: CommandOutput,
@@ -78,6 +84,15 @@ def train(
     if is_table(experiment):
         chosen, name = settings_of_table(experiment, chosen), Path(experiment).name.partition(".")[0] or OWN_TABLE
         experiment = OWN_TABLE
+        if plan:
+            from torch_privacy.experiments.own_table import STUDY
+            from torch_privacy.experiments.table_plan import plan_lines
+
+            lines = plan_lines(STUDY.settings(**chosen))  # pyright: ignore[reportArgumentType]
+            print_result({"plan": dict(lines)}, lines, output.as_json)
+            return
+    elif plan:
+        raise ValueError("train: --plan is for a table of your own; torch-privacy plan compares batches and steps.")
     else:
         check_is_experiment(experiment, chosen)
     folder = run or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -99,6 +114,8 @@ def train_in(
     with DeferredSignals() as signals:
         from torch_privacy.cli.progress import run_to_end
         from torch_privacy.privacy.summary import privacy_lines
+        from torch_privacy.runs.quality import warnings_of
+        from torch_privacy.runs.report.table_sections import coefficient_rows
         from torch_privacy.runs.table import score_lines
 
         with naming(folder), saying_warnings(), processes.open_run(folder, experiment, chosen) as job:
@@ -110,7 +127,11 @@ def train_in(
                 say(f"  {again()} train --resume {folder}")
                 raise typer.Exit(128 + (signals.received or 0))
             results = job.finish()
+    for warning in warnings_of(results):
+        say(f"torch-privacy: {warning}")
     lines = [*score_lines(results), *privacy_lines(job.summary()), ("report", str(job.folder.report))]
+    if rows := coefficient_rows(results):
+        lines.append(("coefficients", "; ".join(" ".join(filter(None, row)) for row in rows[:10])))
     if job.experiment == OWN_TABLE:
         lines.append(("to predict other rows", f"torch-privacy predict {folder} FILE"))
     notes = {"notes": list(job.task.notes)} if job.task.notes else {}

@@ -8,6 +8,7 @@ A run keeps the completed schema: `torch_privacy.experiments.predictions` encode
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,17 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import Subset
 
 import torch_privacy as tp
 from torch_privacy import privacy, tables
-from torch_privacy.experiments import table_notes
+from torch_privacy.experiments import table_notes, table_scores
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.table_budget import Draft
+from torch_privacy.experiments.table_notes import declared_in
 from torch_privacy.experiments.table_settings import TEST_SHARE, TableSettings
-from torch_privacy.experiments.task import ACCURACY, Score, Task, seeded
-from torch_privacy.runs import metrics as log
+from torch_privacy.experiments.task import Task, seeded
 from torch_privacy.runs.rows import ACCURACY_COLUMN, SCORE
 from torch_privacy.support import validate as _check
 from torch_privacy.support.ranks import Ranks
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 MOST_UNITS = 65536
+SHAPE = "how the file writes numbers and dates, as most cells show (without a schema file, which would declare it)"
 SHOWN_WITHOUT_NOISE = "the number of rows of the table, and that its target is not refused"
 
 
@@ -44,12 +45,12 @@ DEFAULTS = TableSettings(target_epsilon=2.0, expected_batch_size=256, learning_r
 
 
 def template(path: Path, target: str | None, *, ignore: tuple[str, ...] = ()) -> str:
-    """Returns the template of a table's schema file, from names and storage types alone."""
+    """Returns the template of a table's schema file, from names, storage types and the shape of the file."""
     with needing_extra():
         if target is None:
             raise ValueError(f"schema: name the column to predict with --target, one of {_names(table_in(path))}.")
         check_column("schema", "target", target, table_in(path), path)
-        return tables.Schema.template(path, target, ignore=ignore).to_toml()
+        return tables.Schema.template(path, target, ignore=ignore, shape=shape_in(path)).to_toml()
 
 
 def complete(path: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def complete(path: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
             ) from None
         epsilon = chosen.get("target_epsilon", 1.0)
         _check.positive("train", target_epsilon=epsilon)
-        n = _num_units(owners, train_rows)
+        n = num_units(owners, train_rows)
         found = tables.defaults(n, epsilon, chosen.get("delta"))
     settings: dict[str, Any] = {
         "file": str(path.absolute()),
@@ -98,7 +99,8 @@ def complete(path: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
         **chosen,
     }
     units = chosen.get("hidden_units")
-    return {**settings, "hidden_units": list(found.hidden_units) if units is None else [units]}
+    widths = list(found.hidden_units) if units is None else [units] * (units != 0)
+    return {**settings, "hidden_units": widths}
 
 
 def build_task(
@@ -120,7 +122,7 @@ def build_task(
         train_rows, test_rows = tables.split(len(frame), seed=settings.seed, share=settings.test_share, owners=owners)
         if released and released["digest"] != digest:
             raise ValueError(f"train: {path}: was changed since the run began. Restore it; another table is a new run.")
-    n = _num_units(owners, train_rows)
+    n = num_units(owners, train_rows)
     draft = None if settings.budget is None else Draft(settings, n, _count(owners))
     if not released:
         hint = f"It must be below 1/n for the {n:,} that train; 1 / (10 n) or less is usual."
@@ -139,6 +141,7 @@ def build_task(
     schema = tables.Schema.from_toml(released["schema"])
     encoder = tables.Encoder(schema)
     train, test = encoder.encode(frame.iloc[train_rows]), encoder.encode(frame.iloc[test_rows])
+    threshold = table_scores.threshold_of(settings.threshold, schema)
     known = torch.nonzero(test.has_target).flatten().tolist()
     if not known:
         raise ValueError(f"train: {path}: no test row has a target; take a larger --test-share.")
@@ -164,19 +167,34 @@ def build_task(
         new_model=partial(seeded, partial(tables.new_model, schema, settings.hidden_units), settings.seed),
         new_optimizer=replace(found, learning_rate=settings.learning_rate).new_optimizer,
         losses=tables.losses,
-        score=_score(schema, encoder),
+        score=table_scores.score_of(schema, encoder, threshold),
+        more_scores=partial(
+            table_scores.more_scores,
+            encoder,
+            Subset(test.dataset(), known),
+            threshold,
+            None if owners is None else owners[test_rows][known],
+        ),
         private=lambda model: private,
         owners=of_owners,
         average=settings.average,
         released=released,
-        not_covered=(SHOWN_WITHOUT_NOISE,),
+        not_covered=(SHOWN_WITHOUT_NOISE, *(() if settings.schema else (SHAPE,))),
         num_threads=1,
         num_units=n,
         unit=table_notes.unit(settings),
         schema=released["schema"],
         rows=tables.rows_of(frame),
-        notes=(*frame.attrs.get("notes", ()), *table_notes.notes(settings, schema, n, released, prior)),
-        exact=() if prior else table_notes.exact(train),
+        notes=(
+            *frame.attrs.get("notes", ()),
+            *(() if settings.schema else (f"{path.name}: {shape_in(path).in_words()}; taken as public.",)),
+            *table_notes.notes(settings, schema, n, released, prior),
+        ),
+        declared=tuple(released.get("declared", ())),
+        exact=(
+            *(() if prior else table_notes.exact(train)),
+            *table_notes.rare(schema, frame.iloc[train_rows], released.get("declared", ())),
+        ),
     )
 
 
@@ -191,8 +209,14 @@ def _learn(
     """Learns privately what the schema leaves open; returns the completed schema with its price, as plain data."""
     path = Path(settings.file)
     schema = declared(path, settings.target, settings.schema, settings.owner)
-    if schema.is_complete:
-        return {"schema": schema.to_toml(), "events": [], "fingerprints": [], "notes": []}
+    if schema.is_complete and not (settings.target_epsilon and schema.has_scales_to_learn):
+        return {
+            **declared_in(settings, schema),
+            "schema": schema.to_toml(),
+            "events": [],
+            "fingerprints": [],
+            "notes": [],
+        }
     share, kept, noise = settings.schema_share, _Kept(table_notes.event_unit(settings), new_ledger), None
     assert settings.target_epsilon is not None, "noise alone leaves nothing to learn with"
     if draft is not None:
@@ -206,6 +230,7 @@ def _learn(
             owners=owners,
             per_owner=settings.per_owner or 1,
             record=kept.record,
+            scales=True,
         )
     except tables.TableError as error:
         price = (
@@ -213,16 +238,29 @@ def _learn(
             if error.releases
             else "nothing"
         )
-        raise ValueError(f"{path}: {str(error).rstrip('.')}. To learn this has cost {price}.") from None
+        what = f"{path}: {str(error).rstrip('.')}. {_to_write(settings, error.lines)}To learn this has cost {price}."
+        raise ValueError(what) from None
     finally:
         kept.close()
     return {
+        **declared_in(settings, schema),
         "schema": learnt.schema.to_toml(),
         "events": [privacy.event_to_dict(kept.event(release)) for release in learnt.releases],
         "fingerprints": [release.fingerprint for release in learnt.releases],
         "notes": list(learnt.notes),
         **({} if noise is None else {"noise_multiplier": noise}),
     }
+
+
+def _to_write(settings: TableSettings, lines: str) -> str:
+    """Returns which file to change, and the lines to write into it."""
+    if not lines:
+        return ""
+    if settings.schema is not None:
+        return f"Write into {settings.schema}: {lines}. "
+    name, target = Path(settings.file).name, shlex.quote(settings.target)
+    made = f"torch-privacy schema {name} --target {target} --output schema.toml"
+    return f"Make a schema ({made}), write into schema.toml: {lines}, and add --schema schema.toml. "
 
 
 class _Kept:
@@ -256,29 +294,16 @@ def _count(owners: Any) -> int | None:
     return None if owners is None else len(set(owners))
 
 
-def _num_units(owners: Any, rows: Any) -> int:
+def num_units(owners: Any, rows: Any) -> int:
     """Returns the number of rows, or of their owners."""
     return len(rows) if owners is None else len(set(owners[rows]))
-
-
-def _score(schema: tables.Schema, encoder: tables.Encoder) -> Score:
-    """Returns the accuracy, or the root mean squared error in the unit of the target."""
-    if schema.task == "classification":
-        return ACCURACY
-    scale = encoder.target_scale
-    return Score(log.Measure("RMSE", larger_is_better=False), _squared_error, lambda mean: scale * mean**0.5)
-
-
-def _squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Returns the squared errors, (n,); 0 for a row without a target."""
-    return torch.where(targets.isnan(), 0.0, outputs - targets).square()
 
 
 def declared(path: Path, target: str, file: str | None, owner: str | None, where: str = "train") -> tables.Schema:
     """Returns the schema that the user declares public, or the cautious template."""
     ignored = () if owner is None else (owner,)
     if file is None:
-        return tables.Schema.template(path, target, ignore=ignored)
+        return tables.Schema.template(path, target, ignore=ignored, shape=shape_in(path))
     schema = tables.Schema.read(file)
     if schema.target != target:
         raise ValueError(f"{where}: {file}: is the schema for the target {schema.target!r}, not for {target!r}.")
@@ -286,6 +311,17 @@ def declared(path: Path, target: str, file: str | None, owner: str | None, where
         raise ValueError(f'{where}: {file}: {owner!r} names the persons; give it kind = "ignored" in the schema.')
     schema.check_frame(table_in(path), str(path))
     return schema
+
+
+@lru_cache(maxsize=1)
+def _shape(path: Path, changed: int, size: int) -> tables.Shape:
+    return tables.shape_of(_read(path, changed, size), tables.Schema.missing)
+
+
+def shape_in(path: Path) -> tables.Shape:
+    """Returns how the numbers and dates of a file are written, which is public by declaration."""
+    state = path.stat()
+    return _shape(path.absolute(), state.st_mtime_ns, state.st_size)
 
 
 def check_column(where: str, option: str, name: str, frame: DataFrame, path: Path) -> None:

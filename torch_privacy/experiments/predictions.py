@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from torch import nn
 
 from torch_privacy import tables
 from torch_privacy.experiments import OWN_TABLE
+from torch_privacy.experiments.table_scores import threshold_of
 from torch_privacy.runs.folder import NO_DIGESTS, RunFolder
 from torch_privacy.support.validate import quoted
 
@@ -57,13 +59,17 @@ class Predictor:
 
     schema: tables.Schema
     model: nn.Module
+    threshold: tables.Threshold | None = None
 
     @classmethod
-    def load(cls, path: Path) -> Predictor:
+    def load(cls, path: Path, threshold: str | None = None) -> Predictor:
         """Returns the model in a run folder, of which every file is checked by its digest.
 
+        A ``threshold`` such as ``"yes=0.1"`` replaces that of the run.
+
         Raises:
-            ValueError: the folder holds no finished run on a table, or one of its files was changed.
+            ValueError: the folder holds no finished run on a table, one of its files was changed, or it has no such
+                class.
         """
         folder = RunFolder(path)
         if folder.checkpoint.is_file() and not folder.results.is_file():
@@ -80,23 +86,35 @@ class Predictor:
         except (RuntimeError, safetensors.SafetensorError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(f"{folder.model}: does not fit the schema beside it ({reason}).") from None
-        return cls(schema, model.eval())
+        threshold = settings.get("threshold") if threshold is None else threshold
+        return cls(schema, model.eval(), threshold_of(threshold, schema, "predict"))
 
     @property
     def target(self) -> str:
         """Returns the name of the column that is predicted."""
         return self.schema.target
 
-    def predict_file(self, path: Path) -> Predictions:
-        """Returns the predictions for a CSV or Parquet file, with notes on columns that were not used."""
+    def predict_file(self, path: Path, keep: Sequence[str] = ()) -> Predictions:
+        """Returns the predictions for a CSV or Parquet file, with notes on columns that were not used.
+
+        The columns to ``keep`` come first, as they are in the file.
+        """
         frame = tables.read_table(path, allow_empty=True)
         self.schema.check_frame(frame, str(path), with_target=False)
         known = {column.name for column in self.schema.columns}
-        extra = [str(name) for name in frame.columns if name not in known]
+        extra = [str(name) for name in frame.columns if name not in known and name not in keep]
         notes = list(frame.attrs.get("notes", ()))
         if extra:
             notes.append(f"{path}: columns that the model does not know are ignored: {_quoted(extra)}.")
-        return Predictions(self.predict(frame), tuple(notes))
+        found = self.predict(frame)
+        for place, name in enumerate(dict.fromkeys(keep)):
+            if name not in frame:
+                names = _quoted([str(one) for one in frame.columns])
+                raise ValueError(f"predict: --keep {name!r} is no column of {path}, which has {names}.")
+            if name in found:
+                raise ValueError(f"predict: --keep {name!r} has the name of a column of predictions. Rename it first.")
+            found.insert(place, name, frame[name].astype(object).to_numpy())
+        return Predictions(found, tuple(notes))
 
     def predict(self, frame: DataFrame) -> DataFrame:
         """Returns a column ``prediction`` and, for classes, the probability of each."""
@@ -105,7 +123,7 @@ class Predictor:
         with torch.no_grad():
             parts = zip(encoded.numbers.split(ROWS_AT_ONCE), encoded.categories.split(ROWS_AT_ONCE), strict=True)
             outputs = torch.cat([self.model(part) for part in parts])
-        return encoder.predictions(outputs)
+        return encoder.predictions(outputs, self.threshold)
 
 
 def _inert(text: Any) -> Any:

@@ -322,7 +322,7 @@ class Run:
 
     def _results(self) -> dict[str, Any]:
         """Returns the content of ``results.json``."""
-        last = self.private.rows[-1]
+        last, more = self.private.rows[-1], self.task.more_scores
         return {
             "experiment": self.experiment,
             **size_of(self.training.settings, self.ranks),
@@ -330,6 +330,8 @@ class Run:
             "score": asdict(self.task.score.measure),
             "test_score": _finite(last.test_score),
             "baseline_test_score": _finite(self.baseline.rows[-1].test_score) if self.baseline.rows else None,
+            **({} if more is None else more(self.released_model)),
+            **({"declared": [dict(one) for one in self.task.declared]} if self.task.declared else {}),
             "diverged": [log.training for log in (self.private, self.baseline) if log.has_diverged()],
             "privacy": self.summary().as_json(),
             "seconds": {"private": self.private.seconds, "non_private": self.baseline.seconds},

@@ -64,6 +64,7 @@ class Job:
     name: str  # of the file
     train: DataFrame
     test: DataFrame
+    not_covered: tuple[str, ...] = ()  # what was read from the rows without noise
 
     def write_page(self, synthesizer: Synthesizer, canaries: int | None) -> None:
         """Judges the generator, and writes the page for the owner of the data."""
@@ -157,4 +158,5 @@ def _job(folder: Path, settings: SyntheticTableSettings) -> Job:
             of_budget=(frame, num_owners),
             written={**asdict(settings), "delta": of_run.delta},
         )
-    return Job(run, path.name, frame.iloc[train_rows], frame.iloc[test_rows])
+    shape = () if settings.schema else (own_table.SHAPE,)
+    return Job(run, path.name, frame.iloc[train_rows], frame.iloc[test_rows], shape)

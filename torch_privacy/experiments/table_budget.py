@@ -45,20 +45,35 @@ class Draft:
         """
         settings = self._settings
         assert settings.target_epsilon is not None
-        unit, share = table_notes.event_unit(settings), settings.schema_share
-        parts = LearningBudget.of(
-            schema, self._n, settings.per_owner or 1, share * settings.target_epsilon, share * settings.delta
-        )
-        learning = [(replace(event, unit=unit), count) for event, count in parts.events]  # type: ignore[call-arg]
-        probability, steps = settings.expected_batch_size / self._n, number_of_steps(settings, self._n)
-
-        def planned(noise: float) -> list[tuple[privacy.Event, int]]:
-            relation = privacy.NeighboringRelation.REPLACE_SPECIAL
-            return [*learning, (privacy.SubsampledGaussian(noise, probability, relation, unit), steps)]
-
-        noise = privacy.calibrate_schedule(planned, settings.target_epsilon, settings.delta)
+        planned, noise = _planned(settings, schema, self._n), planned_noise(settings, schema, self._n)
         self._budget.check(planned(noise))
         run, budget = new_run(), self.bound(rows)
         what = f"training on {Path(settings.file).name}"
         reserve(budget, planned(noise), what, rows, run=run, ledger=open_ledger(run)).begin()
         return noise
+
+
+def planned_noise(settings: TableSettings, schema: tables.Schema, n: int) -> float:
+    """Returns the noise multiplier with which learning and training of n units cost the target epsilon."""
+    assert settings.target_epsilon is not None
+    return privacy.calibrate_schedule(_planned(settings, schema, n), settings.target_epsilon, settings.delta)
+
+
+def _planned(
+    settings: TableSettings, schema: tables.Schema, n: int
+) -> Callable[[float], list[tuple[privacy.Event, int]]]:
+    """Returns all releases as a function of the noise multiplier."""
+    assert settings.target_epsilon is not None
+    unit, share = table_notes.event_unit(settings), settings.schema_share
+    learning: list[tuple[privacy.Event, int]] = []
+    if not schema.is_complete or schema.has_scales_to_learn:
+        epsilon, delta = share * settings.target_epsilon, share * settings.delta
+        parts = LearningBudget.of(schema, n, settings.per_owner or 1, epsilon, delta, scales=True)
+        learning = [(replace(event, unit=unit), count) for event, count in parts.events]  # type: ignore[call-arg]
+    probability, steps = settings.expected_batch_size / n, number_of_steps(settings, n)
+
+    def planned(noise: float) -> list[tuple[privacy.Event, int]]:
+        relation = privacy.NeighboringRelation.REPLACE_SPECIAL
+        return [*learning, (privacy.SubsampledGaussian(noise, probability, relation, unit), steps)]
+
+    return planned

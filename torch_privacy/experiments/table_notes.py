@@ -7,14 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torch_privacy import privacy, tables
 from torch_privacy.experiments import task
 from torch_privacy.experiments.table_settings import TableSettings
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.support import validate as _check
 from torch_privacy.support.units import ONE_EXAMPLE, plural, unit_of_column
+from torch_privacy.tables.cells import read_cells
 
 MOST_NAMES = 20  # of columns, in a message
+FEW_ROWS = 10  # below which a declared category is pointed out
 MOST_CLASSES = 6  # of a column, in a message
 
 
@@ -51,7 +55,8 @@ def _hints(schema: tables.Schema) -> tuple[str, ...]:
     rare = [column.name for column in schema.columns if column.kind == "ignored" and "frequent" in column.reason]
     if not rare or schema.decimal == ",":
         return ()
-    return (f'If {_check.quoted(rare[:1])} has numbers with a decimal comma, write decimal = "," into a schema.',)
+    columns = _check.quoted(rare, at_most=MOST_NAMES)
+    return (f'Of {columns} nothing was learnt. For numbers with a decimal comma write decimal = "," into the schema.',)
 
 
 def _in_words(schema: tables.Schema) -> str:
@@ -65,7 +70,8 @@ def _in_words(schema: tables.Schema) -> str:
             found.append(f"{name} {len(categories)} categories{names}")
         else:
             low, high = column.bounds or ("", "")
-            found.append(f"{name} {low} to {high}")
+            scale = "" if column.scale in (None, column.bounds) else f", most {column.scale[0]} to {column.scale[1]}"
+            found.append(f"{name} {low} to {high}{scale}{'' if column.log is None else ', its logarithm'}")
     more = [f"and {len(found) - MOST_NAMES} more in schema.toml"] if len(found) > MOST_NAMES else []
     return "; ".join([*found[:MOST_NAMES], *more])
 
@@ -81,7 +87,46 @@ def exact(train: tables.Encoded) -> tuple[str, ...]:
     return (f"Imputed in the training rows ({'; '.join(found)}). These are exact counts, so keep them to yourself.",)
 
 
+def declared_in(settings: TableSettings, schema: tables.Schema) -> dict[str, Any]:
+    """Returns bounds and categories that a schema file declares, each with its source, as plain data."""
+    if settings.schema is None:
+        return {}
+    found = []
+    for column in schema.columns:
+        if column.kind == "category" and column.categories is not None:
+            what = ", ".join(column.categories)
+        elif column.bounds is not None:
+            what = f"{column.bounds[0]} to {column.bounds[1]}"
+            what += "" if column.scale in (None, column.bounds) else f", most {column.scale[0]} to {column.scale[1]}"
+        else:
+            continue
+        found.append({"column": column.name, "declared": what, "source": column.source})
+    return {"declared": found}
+
+
+def rare(schema: tables.Schema, frame: Any, listed: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+    """Returns sentences on declared categories that few training rows have; exact, so only to be shown."""
+    names, found = {one["column"] for one in listed}, []
+    for column in schema.columns:
+        if column.kind != "category" or column.name not in names:
+            continue
+        cells = read_cells(frame[column.name], schema.rules)
+        counts = dict(
+            zip(cells.values, np.bincount(cells.codes[cells.codes >= 0], minlength=len(cells.values)), strict=True)
+        )
+        few = {one: int(counts.get(one, 0)) for one in column.categories or () if 0 < counts.get(one, 0) < FEW_ROWS}
+        if few:
+            shown = ", ".join(f"{one!r} ({count})" for one, count in list(few.items())[:MOST_CLASSES])
+            found.append(
+                f"{column.name!r}: few rows have the declared category {shown}. The run folder publishes it: if it is "
+                "known from these rows alone, take it out of the schema. This is an exact count: keep it to yourself."
+            )
+    return tuple(found)
+
+
 def _units(settings: TableSettings) -> str:
+    if not settings.hidden_units:
+        return "no hidden units (a linear model)"
     return f"{' and '.join(map(str, settings.hidden_units))} hidden units"
 
 

@@ -20,9 +20,10 @@ class TableSettings(task.Settings):
     """The settings of a training on a table; `own_table.complete` chooses those that the user leaves out."""
 
     file: str = ""
-    hidden_units: Annotated[list[int], Option("Width of the hidden layer, in units.", shown="adult: 16", kind=int)] = (
-        field(default_factory=lambda: [64])
-    )
+    hidden_units: Annotated[
+        list[int],
+        Option("Width of the hidden layer, in units; for a table, 0 is a linear model.", shown="adult: 16", kind=int),
+    ] = field(default_factory=lambda: [64])
     target: Annotated[str, OfTable("Column of the table to predict.", metavar="COLUMN")] = ""
     schema: Annotated[  # the file that declares what is public; None for the template's cautious choice
         str | None,
@@ -48,8 +49,24 @@ class TableSettings(task.Settings):
     test_share: Annotated[
         float, OfTable("Share of the rows kept for the test, in (0, 1).", shown=f"{TEST_SHARE:g}")
     ] = TEST_SHARE
+    threshold: Annotated[
+        str | None,
+        OfTable(
+            "Predict a class from this probability on, such as yes=0.1; for rare classes.",
+            shown="the most probable class",
+            metavar="CLASS=P",
+        ),
+    ] = None
     clipping: str = "flat"  # older runs have "automatic": its probabilities were worse than the base rate
     average: float = 0.99  # decay of the weights' moving average
 
 
-OF_TABLE = ("target", "schema", "schema_share", "owner", "per_owner", "test_share")  # that no experiment has
+OF_TABLE = (
+    "target",
+    "schema",
+    "schema_share",
+    "owner",
+    "per_owner",
+    "test_share",
+    "threshold",
+)  # that no experiment has

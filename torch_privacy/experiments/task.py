@@ -127,6 +127,7 @@ class Task:
     new_optimizer: Callable[[nn.Module], Optimizer]
     losses: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> (n,), one loss per example
     score: Score = ACCURACY
+    more_scores: Callable[[nn.Module], dict[str, Any]] | None = None  # of the finished model, for ``results.json``
     new_baseline_optimizer: Callable[[nn.Module], Optimizer] | None = None  # with a learning rate of its own
     baseline_held_out: float = 0.0  # part of the training data that picks the baseline's best epoch; 0 takes the last
     new_scheduler: Callable[[Optimizer, int], LRScheduler] | None = None  # (optimizer, number of steps)
@@ -145,6 +146,7 @@ class Task:
     schema: str | None = None  # of a table, as TOML: kept in the run folder, to encode other tables in the same way
     rows: Sequence[Any] | None = None  # of the private table, for the keyed fingerprint in the privacy statement
     notes: tuple[str, ...] = ()  # sentences to say before the first step; they may tell what ``released`` holds
+    declared: tuple[Mapping[str, str], ...] = ()  # of a table: columns with what was declared public, and its source
     exact: tuple[str, ...] = ()  # sentences with exact counts of private data: to show, and to write nowhere
 
 

@@ -143,6 +143,39 @@ OF_ANY_TRAINING = {
     "privacy": PRIVACY,
     **DIGESTS,
 }
+MEASURED = record(
+    {"name": NAME, "value": NUMBER, "error": NUMBER, "baseline": OPTIONAL_NUMBER, "gain_error": OPTIONAL_NUMBER},
+    closed=True,
+)
+QUALITY = record(  # of a training on a table: scores on test rows, each with its standard error and a constant's
+    {
+        "rows": COUNT,
+        "measures": {"type": "array", "items": MEASURED, "maxItems": 20},
+        "warnings": TEXTS,
+        "classes": TEXTS,
+        "base_rates": {"type": "array", "items": NUMBER, "maxItems": 10_000},
+        "positive": {"type": ["string", "null"]},
+        "calibration": {
+            "type": "array",
+            "maxItems": 100,
+            "items": record({"predicted": NUMBER, "observed": NUMBER, "error": NUMBER, "count": COUNT}, closed=True),
+        },
+    },
+    optional=("rows", "measures", "warnings", "classes", "base_rates", "positive", "calibration"),
+    closed=True,
+)
+DECLARED = {
+    "type": "array",
+    "maxItems": 20_000,
+    "items": record({"column": TEXT, "declared": TEXT, "source": TEXT}, closed=True),
+}
+COEFFICIENTS = {
+    "type": "array",
+    "maxItems": 10**6,
+    "items": record(
+        {"column": TEXT, "value": TEXT, "class": {"type": ["string", "null"]}, "coefficient": NUMBER}, closed=True
+    ),
+}
 OF_EXPERIMENT = record(
     {
         **OF_ANY_TRAINING,
@@ -150,10 +183,13 @@ OF_EXPERIMENT = record(
         "score": MEASURE,
         "test_score": SCORE,
         "baseline_test_score": SCORE,
+        "quality": QUALITY,
+        "declared": DECLARED,
+        "coefficients": COEFFICIENTS,
         "diverged": {"type": "array", "items": {"enum": ["private", "non-private"]}, "maxItems": 2},
         "seconds": record({"private": SECONDS, "non_private": SECONDS}, closed=True),
     },
-    optional=("ranks", *OWNERS, "diverged", "seconds", *DIGESTS),
+    optional=("ranks", *OWNERS, "quality", "declared", "coefficients", "diverged", "seconds", *DIGESTS),
 )
 OF_LOOP = record(  # of a training in a loop of one's own
     {

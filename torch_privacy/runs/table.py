@@ -9,6 +9,7 @@ from typing import Any
 
 from torch_privacy.privacy.rounding import round_down, round_up, scientific
 from torch_privacy.runs.metrics import Measure
+from torch_privacy.runs.quality import quality_lines
 from torch_privacy.runs.rows import TableColumn
 
 MISSING = "-"
@@ -165,8 +166,11 @@ def score_lines(results: dict[str, Any]) -> list[tuple[str, str]]:
     digits = 2 if measure.percent else 4
     is_trained = baseline is not None or "non-private" in results.get("diverged", ())
     without = measure.text(baseline, digits) if is_trained else "not trained (--no-baseline)"
+    more = quality_lines(results)
     private = f"{measure.text(results['test_score'], digits)} of {results['num_test_examples']:,} held-out examples"
-    lines = [(f"test {measure.name}, private", private), (f"test {measure.name}, same network, not private", without)]
+    lines = [(f"test {measure.name}, private", private)] if not more else more
+    if is_trained or not more:
+        lines.append((f"test {measure.name}, same network, not private", without))
     if results.get("diverged"):
         advice = "loss or score is not a finite number; try a smaller learning rate"
         lines.append(("DIVERGED", f"{', '.join(results['diverged'])} training: {advice}"))

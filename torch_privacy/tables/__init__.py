@@ -18,6 +18,11 @@ from .read import read_table as read_table
 from .read import rows_of as rows_of
 from .schema import Column as Column
 from .schema import Schema as Schema
+from .scores import scores_of_classes as scores_of_classes
+from .scores import scores_of_numbers as scores_of_numbers
+from .shape import Shape as Shape
+from .shape import shape_of as shape_of
 from .split import split as split
 from .synthesis import Synthesizer as Synthesizer
 from .synthesis import synthesize as synthesize
+from .threshold import Threshold as Threshold

@@ -27,9 +27,9 @@ Ends = NDArray[np.float64]  # (bins + 1,): where bins end, in increasing order
 
 
 @cache
-def ends_of_numbers() -> Ends:
+def ends_of_numbers(per_decade: int = PER_DECADE) -> Ends:
     """Returns the ends of the first bins of numbers: 40 in each decade from 1e-4 to 1e10, both signs, one around 0."""
-    sizes = 10 ** (np.arange(SMALLEST * PER_DECADE, LARGEST * PER_DECADE + 1) / PER_DECADE)
+    sizes = 10 ** (np.arange(SMALLEST * per_decade, LARGEST * per_decade + 1) / per_decade)
     return np.concatenate([[-1e12], -sizes[::-1], sizes, [1e12]])
 
 

@@ -49,13 +49,13 @@ class Defaults:
 def defaults(n: int, epsilon: float, delta: float | None = None) -> Defaults:
     """Returns settings for n training rows and a target epsilon: functions of these public numbers alone.
 
-    Batches of ``7 √n`` rows (at most 8,192, and half of all), 300 steps (150 for epsilon up to 0.5, 600 beyond 4), Adam
-    with learning rate 0.01, gradients clipped to norm 5, one hidden layer of 64 units, and weights averaged over some
-    100 steps. A small clip norm pushes all rows alike, also those that are right already, and the probabilities end far
-    from the truth: with norm 5 log losses were the smallest, at the same accuracy. The settings were chosen on
-    Adult, scikit-learn's digits and made tables, all treated as public (``benchmarks/tables.py``). The learning of the
-    schema may spend 0.3 of epsilon, alone; as its noise is Gaussian, too, the training loses only about a twentieth of
-    epsilon by it, not three tenths.
+    Batches of ``7 √n`` rows (at most 8,192, and half of all), 300 steps (150 for epsilon up to 0.5, 600 beyond 4),
+    Adam with learning rate 0.01, gradients clipped to norm 5, one hidden layer of 64 units, and weights averaged over
+    some 100 steps. A small clip norm pushes all rows alike, also those that are right already, and the probabilities
+    end far from the truth: with norm 5 log losses were the smallest, at the same accuracy. The settings were chosen
+    on Adult, scikit-learn's digits and made tables, all treated as public (``benchmarks/tables_tuning.py``). The
+    learning of the schema may spend 0.3 of epsilon, alone; as its noise is Gaussian, too, the training loses only
+    about a twentieth of epsilon by it, not three tenths.
 
     Args:
         n: number of training rows, 2 or more.

@@ -18,6 +18,7 @@ from ..support.validate import quoted
 from .cells import Cells, dates, numbers, read_cells
 from .extra import needed
 from .schema import Column, Schema
+from .threshold import Threshold
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 MISSING_CODE, OTHER_CODE, FIRST_CODE = 0, 1, 2
 NO_CLASS = -100  # what torch's cross_entropy leaves out
 NUMBERS_OF = {"number": 2, "date": 6}  # value and missing; and the day in the year and in the week as sine and cosine
+FURTHEST = 3.0  # a scaled number that a model sees; NaN stays
 YEAR, WEEK = 365.2425, 7.0
 
 
@@ -33,8 +35,8 @@ class Encoded:
     """The tensors of n rows of a table.
 
     Args:
-        numbers: float32 (n, d): of each number its value, scaled from its bounds to [-1, 1], and 1 where it is missing;
-            of a date also sine and cosine of the day in the year and in the week.
+        numbers: float32 (n, d): of each number its value, such that its scale (or bounds) is [-1, 1], at most ±3, and 1
+            where it is missing; of a date also sine and cosine of the day in the year and in the week.
         categories: int64 (n, k): 0 where missing, 1 for other values, 2, 3, ... for those of the schema.
         targets: int64 (n,), -100 where missing; or float32 (n,), scaled to [-1, 1], NaN where missing.
         num_missing: **private**: the exact number of missing cells of each column.
@@ -116,12 +118,40 @@ class Encoder:
         return tuple(FIRST_CODE + len(column.categories or ()) for column in self._categorical)
 
     @property
+    def names_of_numbers(self) -> list[tuple[str, str]]:
+        """Returns the column and the meaning of each column of ``Encoded.numbers``."""
+        waves = ("sine of the year", "cosine of the year", "sine of the week", "cosine of the week")
+        return [
+            (column.name, meaning)
+            for column in self._numeric
+            for meaning in (
+                "half of its scale" if column.log is None else "half of its scale, as logarithm",
+                *(waves if column.kind == "date" else ()),
+                "missing",
+            )
+        ]
+
+    @property
+    def names_of_codes(self) -> list[tuple[str, str]]:
+        """Returns the column and the value of each code, of one column after the other."""
+        return [
+            (column.name, value)
+            for column in self._categorical
+            for value in ("(missing)", "(other)", *(column.categories or ()))
+        ]
+
+    @property
     def target_scale(self) -> float:
         """Returns the factor from an error of a scaled target to the target's own unit; 1 for classification."""
         if self.schema.task != "regression":
             return 1.0
-        low, high = self.schema.target_column.limits
+        low, high = self.schema.target_column.scale_limits
         return (high - low) / 2
+
+    def unscaled(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns scaled targets of a regression, or outputs, (n,), in the target's own unit."""
+        low, high = self.schema.target_column.scale_limits
+        return low + (high - low) * (values + 1) / 2
 
     def encode(self, frame: DataFrame, *, with_target: bool = True, where: str = "the table") -> Encoded:
         """Returns the tensors of a table's rows.
@@ -165,21 +195,24 @@ class Encoder:
             torch.from_numpy(np.concatenate(parts, 1)), torch.from_numpy(codes), targets, missing, not_understood
         )
 
-    def predictions(self, outputs: Tensor) -> DataFrame:
+    def predictions(self, outputs: Tensor, threshold: Threshold | None = None) -> DataFrame:
         """Returns a model's outputs as a table with the column "prediction".
 
-        For classification, logits (n, classes) also become "probability of CLASS" for each class. For regression,
-        outputs (n,) become numbers in the target's unit, clipped to its bounds; one that is not finite becomes NaN.
+        For classification, logits (n, classes) also become "probability of CLASS" for each class; the prediction is
+        the most probable class, or that of a ``threshold``. For regression, outputs (n,) become numbers in the target's
+        unit, clipped to its bounds; one that is not finite becomes NaN.
         """
         pandas = needed("pandas")
         outputs = outputs.detach().cpu().double()
         if self.schema.task == "regression":
-            low, high = self.schema.target_column.limits
-            scaled = ((outputs.clamp(-1, 1) + 1) / 2).numpy()
-            return pandas.DataFrame({"prediction": low * (1 - scaled) + high * scaled})
+            column = self.schema.target_column
+            (low, high), (first, last) = column.limits, column.scale_limits
+            scaled = ((outputs + 1) / 2).numpy()
+            return pandas.DataFrame({"prediction": (first * (1 - scaled) + last * scaled).clip(low, high)})
         classes = self.schema.classes
         chances = outputs.softmax(1).numpy()
-        table = {"prediction": np.array(classes, object)[outputs.argmax(1).numpy()]}
+        places = outputs.argmax(1).numpy() if threshold is None else threshold.decide(chances)
+        table = {"prediction": np.array(classes, object)[places]}
         table |= {f"probability of {name}": chances[:, i] for i, name in enumerate(classes)}
         return pandas.DataFrame(table)
 
@@ -198,15 +231,20 @@ class Encoder:
 
 
 def _scaled(column: Column, values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the values from [low, high] in [-1, 1], clipped; NaN stays."""
-    low, high = column.limits
-    return np.clip((values - low) / (high - low), 0, 1) * 2 - 1
+    """Returns the values, clipped to the bounds, such that the scale becomes [-1, 1]; NaN stays."""
+    (low, high), ends = column.limits, column.scale_limits
+    if column.log is None and ends == (low, high):
+        return np.clip((values - low) / (high - low), 0, 1) * 2 - 1
+    values = np.clip(values, low, high)
+    if column.log is not None:
+        values, ends = np.log1p(values / column.log), np.log1p(np.array(ends) / column.log)
+    return (2 * values - ends[0] - ends[1]) / (ends[1] - ends[0])
 
 
 def _numeric(column: Column, values: NDArray[np.float64]) -> NDArray[np.float32]:
     """Returns the numbers that the model sees of a number or date, (n, 2) or (n, 6)."""
     is_missing = np.isnan(values)
-    parts = [_scaled(column, values)]
+    parts = [_scaled(column, values).clip(-FURTHEST, FURTHEST)]
     if column.kind == "date":
         # 1970-01-01 was a Thursday; whole days, so that the time of day does not matter
         turns = [2 * math.pi * np.floor(values) / period for period in (YEAR, WEEK)]

@@ -17,24 +17,14 @@ from numpy.typing import NDArray
 from .. import privacy
 from ..support.validate import positive, strictly_between, whole
 from ..training.bound_data import reserve
-from .bounds import (
-    STANDS_OUT,
-    Ends,
-    as_dates,
-    ends_of_days,
-    ends_of_numbers,
-    fine_ends,
-    histogram,
-    rounded,
-    standing_out,
-    with_margin,
-)
 from .cells import Cells, dates, numbers, read_cells
 from .extra import needed
 from .mechanisms import CountNoise, frequent, noisy_counts
 from .price import LearningBudget
+from .ranges import is_unscaled, learn_ranges
 from .read import rows_of
 from .schema import KIND_OF_TASK, Column, Schema, Task
+from .schema_file import toml_key, toml_text
 from .split import owner_codes
 
 if TYPE_CHECKING:
@@ -45,16 +35,20 @@ COVERED = 0.9  # share of the target's cells in frequent values, from which on i
 MOST_CLASSES = 100
 LONGEST_CATEGORY = 200  # characters
 MANY_ERRORS = 4.0  # standard deviations from which on a noisy count is said to be more than nothing
+TOO_FEW = "has too few rows to learn its bounds at this epsilon"
 KINDS_OF_CELLS = ("missing", "number", "date", "date, month first", "date, day first", "text")
 USE_OF_CELLS = ("missing", "used", "not understood")
 
 
 class TableError(ValueError):
-    """Raised after private learning found nothing that can be trained on; ``releases`` were spent nevertheless."""
+    """Raised after private learning found nothing that can be trained on; ``releases`` were spent nevertheless.
 
-    def __init__(self, message: str, releases: Sequence[privacy.Release] = ()):
+    ``lines`` are what to write into the schema file instead, as text of TOML.
+    """
+
+    def __init__(self, message: str, releases: Sequence[privacy.Release] = (), lines: str = ""):
         super().__init__(message)
-        self.releases = tuple(releases)
+        self.releases, self.lines = tuple(releases), lines
 
 
 @dataclass(frozen=True)
@@ -90,6 +84,7 @@ def learn(
     per_owner: int = 1,
     record: Callable[[privacy.Release], object] | None = None,
     budget: privacy.DataBudget | None = None,
+    scales: bool = False,
 ) -> Learnt:
     """Learns what a schema leaves open from training rows, with differential privacy, and counts unusable cells.
 
@@ -102,7 +97,8 @@ def learn(
        ones become "other".
     3. **Bounds**: two histograms of each number or date with discrete Gaussian noise, the second with finer bins in the
        range that the first has found. The bounds are the ends of the bins that stand out of the noise, and a
-       twentieth of the range more.
+       twentieth of the range more. The same histograms give the scale, where most values lie, and say whether the
+       logarithm is taken; with ``scales`` also for columns with declared bounds.
 
     Args:
         frame: training rows, as from `read_table`. Their number is public.
@@ -116,6 +112,7 @@ def learn(
         record: called with each release before it is used, to keep it also if what follows is refused:
             ``lambda release: ledger.record(release.event, len(ledger), release.fingerprint)``.
         budget: of the data (``tp.Budget.open``), to draw the releases from; refused ones have read no cell.
+        scales: whether to learn, too, where most values lie within declared bounds.
 
     Guarantees:
         - ``learnt.epsilon(delta) <= epsilon``. The neighboring relation is adding or removing one row, or one owner.
@@ -146,7 +143,7 @@ def learn(
     kept = np.arange(len(frame)) if owners is None else capped(owners, per_owner, len(frame))
     # with owners their number is public, and that of their rows is not
     n = len(frame) if owners is None else len(owner_codes(owners, len(frame), "learn")[1])
-    parts = LearningBudget.of(schema, n, rows, epsilon, delta)
+    parts = LearningBudget.of(schema, n, rows, epsilon, delta, scales=scales)
     if budget is None:
         return _Learning(schema, frame.iloc[kept], parts, record).learnt()
     planned = [(e if owners is None else replace(e, unit=budget.unit), k) for e, k in parts.events]  # type: ignore
@@ -169,14 +166,6 @@ def capped(owners: Any, per_owner: int, n: int, seed: int | None = None) -> NDAr
     order = np.lexsort((np.random.default_rng(secrets.randbits(128) if seed is None else seed).random(n), codes))
     first = np.searchsorted(codes[order], codes[order], side="left")  # position of the owner's first row in the order
     return np.sort(order[np.arange(n) - first < per_owner])
-
-
-def _joined(counts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(0, np.int64), *counts])
-
-
-def _parts(counts: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int64]]:
-    return np.split(counts, np.cumsum(sizes)[:-1]) if sizes else []
 
 
 class _Learning:
@@ -271,7 +260,9 @@ class _Learning:
             elif filled and sorts["number"] >= MAJORITY * filled:
                 used, column = sorts["number"], replace(column, kind="number")
             elif filled and all_dates >= MAJORITY * filled and not is_target:
-                day_first = of["date, day first"] - of["date, month first"] > error
+                day_first = self._open.day_first
+                if day_first is None:
+                    day_first = of["date, day first"] - of["date, month first"] > error
                 used, column = all_dates, replace(column, kind="date", day_first=day_first)
             else:
                 used, column = filled, replace(column, kind="category")
@@ -328,13 +319,17 @@ class _Learning:
             return
         if not found:
             self._refuse(
-                f"has no value in about {threshold} rows or more, which it takes to be learnt; list its categories in "
-                "the schema, or make it a regression"
+                f"has no value in about {threshold} rows or more, which it takes to be learnt",
+                'kind = "category"',
+                'categories = ["...", "..."]',
+                'or kind = "number", bounds = [0, 100] for a number',
             )
         if len(found) == 1:
             self._refuse(
                 f"has one frequent value alone, {next(iter(found))!r}, so there is nothing to predict; a rarer value "
-                f"takes about {threshold} rows to be learnt, or list the categories in the schema"
+                f"takes about {threshold} rows to be learnt",
+                'kind = "category"',
+                f'categories = [{toml_text(next(iter(found)))}, "..."]',
             )
         self._columns[name] = replace(column, kind="category", categories=tuple(sorted(found)))
         self._note_rare(name, found, threshold, noise)
@@ -347,33 +342,27 @@ class _Learning:
             self._notes.append(f"{name!r}: about {rare} cells with values in fewer than {threshold} rows {what}.")
 
     def _learn_bounds(self) -> None:
-        """Releases two histograms of all numbers and dates without bounds, in the second with bins from the first."""
+        """Releases two histograms of all numbers and dates without bounds or scale; see `ranges`."""
         rho, target = self._budget.bounds, self._open.target
         assert rho is not None
-        chosen = [
-            column for column in self._columns.values() if column.kind in ("number", "date") and column.bounds is None
-        ]
+        chosen = {name: column for name, column in self._columns.items() if self._needs_range(column)}
+        if not chosen:
+            return
         noise = CountNoise(self._budget.rows, len(chosen), rho / 2)
-        values = {column.name: self._values(column) for column in chosen}
-        ends = {column.name: ends_of_days() if column.kind == "date" else ends_of_numbers() for column in chosen}
-        found_ends: dict[str, Ends] = {}
-        for least in STANDS_OUT:
-            counts = noisy_counts(_joined([histogram(values[name], ends[name]) for name in ends]), noise)
-            self._record("bounds", noise.rho, counts.tolist())
-            for name, part in zip(ends, _parts(counts, [len(one) - 1 for one in ends.values()]), strict=True):
-                found = standing_out(part, ends[name], least * noise.stddev)
-                if found is not None:
-                    found_ends[name] = fine_ends(*found)
-            ends = dict(found_ends)
-        for column in chosen:
-            if column.name in ends:
-                low, high = with_margin(ends[column.name][0], ends[column.name][-1])
-                bounds = as_dates(low, high) if column.kind == "date" else rounded(low, high)
-                self._columns[column.name] = replace(column, bounds=bounds)
-            elif column.name == target:
-                self._refuse("has too few rows to learn its bounds at this epsilon; write its bounds into the schema")
-            else:
-                self._columns[column.name] = self._without(column, "too few rows to learn its bounds at this epsilon")
+        values = {name: self._values(column) for name, column in chosen.items()}
+        made, lost = learn_ranges(
+            chosen, values, noise, target, lambda noise, counts: self._record("bounds", noise.rho, counts)
+        )
+        self._columns |= made
+        for name in lost:
+            if name == target:
+                self._refuse(TOO_FEW, 'kind = "number"', "bounds = [0, 100]")
+            self._columns[name] = self._without(made[name], TOO_FEW.removeprefix("has "))
+
+    def _needs_range(self, column: Column) -> bool:
+        return column.kind in ("number", "date") and (
+            column.bounds is None or (self._budget.has_scales and is_unscaled(column))
+        )
 
     def _values(self, column: Column) -> NDArray[np.float64]:
         cells = self._cells[column.name]
@@ -396,5 +385,7 @@ class _Learning:
                 if of[sort] > error and not (sort == "not understood" and column.kind == "category"):
                     self._notes.append(f"{name!r}: about {of[sort]} cells are {words} and {rule}.")
 
-    def _refuse(self, what: str) -> None:
-        raise TableError(f"The target {self._open.target!r} {what}.", self.releases)
+    def _refuse(self, what: str, *lines: str) -> None:
+        place = f"[columns.{toml_key(self._open.target)}]"
+        written = ", ".join((place, *lines)) if lines else ""
+        raise TableError(f"The target {self._open.target!r} {what}.", self.releases, written)

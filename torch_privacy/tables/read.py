@@ -226,6 +226,7 @@ def _csv(path: Path, content: bytes) -> tuple[DataFrame, list[str]]:
         if content.startswith(magic):
             raise ValueError(f"{path}: {what}.")
     text, notes = _text(path, content)
+    encoding = "UTF-16" if content[:2] in UTF_16 else "Latin-1" if notes else "UTF-8"
     del content
     with closing(_rows(path, text)) as rows:
         header_line, header = _header(path, rows)
@@ -243,6 +244,7 @@ def _csv(path: Path, content: bytes) -> tuple[DataFrame, list[str]]:
             if len(columns[0]) * len(columns) > MOST_CELLS:
                 _check_cells(path, len(columns[0]) * len(columns))
     frame = pandas.DataFrame(dict(zip(names, columns, strict=True)), columns=names, dtype=object)
+    frame.attrs |= {"encoding": encoding, "separator": _delimiter(path, text.lstrip("\r\n")[:LONGEST_HEADER])}
     return frame, [*notes, *more]
 
 

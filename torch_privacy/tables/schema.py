@@ -18,6 +18,8 @@ from .schema_file import KINDS, parse, read_text, toml_key, write
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from .shape import Shape
+
 Kind = Literal["number", "category", "date", "ignored", "learn"]
 Task = Literal["classification", "regression"]
 TASKS = ("classification", "regression")
@@ -36,6 +38,10 @@ class Column:
         categories: the texts that are kept apart; all others are "other".
         day_first: whether ``03/01/2024`` is the third of January.
         reason: why the column is ignored, in words.
+        scale: of numbers and dates, where most values lie within the bounds: it becomes [-1, 1], and values outside it
+            go on to ±3. None stands for the bounds; ``learn(..., scales=True)`` learns it.
+        log: unit of the logarithm ``log(1 + value / log)`` that a model sees in place of a number; None for none.
+        source: where bounds or categories are known from, in words, such as a form or a law.
     """
 
     name: str
@@ -44,6 +50,9 @@ class Column:
     categories: tuple[str, ...] | None = None
     day_first: bool = False
     reason: str = ""
+    scale: tuple[Any, Any] | None = None
+    log: float | None = None
+    source: str = ""
 
     @property
     def is_open(self) -> bool:
@@ -59,6 +68,11 @@ class Column:
         low, high = self.bounds
         return (parse_date(low), parse_date(high)) if self.kind == "date" else (float(low), float(high))
 
+    @property
+    def scale_limits(self) -> tuple[float, float]:
+        """Returns the scale as numbers; the bounds, if there is none."""
+        return self.limits if self.scale is None else replace(self, bounds=self.scale).limits
+
 
 @dataclass(frozen=True)
 class Schema:
@@ -70,6 +84,8 @@ class Schema:
         task: ``"classification"`` or ``"regression"``; None if it is to be learnt, or without target.
         missing: texts that mean a missing value, in any case; the empty cell always does.
         decimal: ``"."`` or ``","``; the other one may separate thousands.
+        day_first: whether dates of columns to be learnt have the day before the month; None learns it for each.
+        file: separator and encoding of the file that a template was made from, in words, for a comment.
 
     Raises:
         ValueError: one sentence that names the column and what is wrong.
@@ -88,6 +104,8 @@ class Schema:
     task: Task | None = None
     missing: tuple[str, ...] = MISSING
     decimal: Literal[".", ","] = "."
+    day_first: bool | None = None
+    file: str = ""
     _where: str = field(default="Schema", repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -96,6 +114,12 @@ class Schema:
             self._refuse(f"the column {twice[0]!r} comes twice")
         if self.target and self.target not in names:
             self._refuse(f"target = {self.target!r} is not one of its columns{_did_you_mean(self.target, names)}")
+        if self.task is None and self.target:
+            kind = self.target_column.kind  # a declared kind says the task
+            if kind == "category" or (kind == "number" and self.target_column.bounds is not None):
+                object.__setattr__(self, "task", "classification" if kind == "category" else "regression")
+        if not isinstance(self.day_first, (bool, type(None))):
+            self._refuse(f"day_first = {self.day_first!r} must be true or false")
         if self.task not in (None, *TASKS):
             self._refuse(f"task = {self.task!r} must be 'classification', 'regression' or 'learn'")
         if self.decimal not in (".", ","):
@@ -110,11 +134,20 @@ class Schema:
             self._refuse("every column but the target is ignored. Nothing is left to learn from")
 
     @classmethod
-    def template(cls, path: str | Path, target: str, *, task: Task | None = None, ignore: Iterable[str] = ()) -> Schema:
-        """Returns the cautious schema of a file, from its column names and storage types alone.
+    def template(
+        cls,
+        path: str | Path,
+        target: str,
+        *,
+        task: Task | None = None,
+        ignore: Iterable[str] = (),
+        shape: Shape | None = None,
+    ) -> Schema:
+        """Returns the cautious schema of a file, from its column names and storage types, and a ``shape``.
 
-        No cell is looked at. CSV has no storage types, so every kind is to be learnt; in Parquet a number, date, truth
-        value or text is one, with bounds and categories to be learnt. What has no use, such as a list, is ignored.
+        No cell is looked at here. CSV has no storage types, so every kind is to be learnt; in Parquet a number, date,
+        truth value or text is one, with bounds and categories to be learnt. What has no use, such as a list, is
+        ignored.
 
         Args:
             path: CSV or Parquet file.
@@ -122,6 +155,8 @@ class Schema:
             task: by default it follows from the target's storage type, if that is text, truth value or fraction; it is
                 to be learnt if the target is an integer, or in CSV.
             ignore: names of columns that the model must not see, such as that of the owner.
+            shape: how numbers and dates are written, from `shape_of`, which looks at cells; by default with a decimal
+                point, and the order of days and months is learnt.
 
         Raises:
             ValueError: one sentence; the target or a column to ignore is not in the file, or cannot be predicted.
@@ -140,7 +175,13 @@ class Schema:
         if target:
             place = list(types).index(target)
             columns[place], task = _target_of(str(path), target, types[target], task)
-        return cls(tuple(columns), target, task, _where=str(path))
+        if shape is None:
+            return cls(tuple(columns), target, task, _where=str(path))
+        columns = [
+            replace(column, day_first=bool(shape.day_first)) if column.kind == "date" else column for column in columns
+        ]
+        written = {"decimal": shape.decimal, "day_first": shape.day_first, "file": shape.in_words()}
+        return cls(tuple(columns), target, task, **written, _where=str(path))
 
     @classmethod
     def read(cls, path: str | Path) -> Schema:
@@ -165,6 +206,11 @@ class Schema:
     def is_complete(self) -> bool:
         """True if nothing is to be learnt."""
         return (self.task is not None or not self.target) and not self.open_columns
+
+    @property
+    def has_scales_to_learn(self) -> bool:
+        """True if a feature, or a number to predict, has bounds but no scale."""
+        return any(column.bounds is not None and column.scale is None for column in self.columns)
 
     @property
     def open_columns(self) -> tuple[Column, ...]:
@@ -220,6 +266,7 @@ class Schema:
             self._refuse(f"kind = {kind!r} must be one of {quoted(KINDS)}", name)
         if column.bounds is not None and kind not in ("number", "date"):
             self._refuse(f"bounds belong to a number or a date, not to kind = {kind!r}", name)
+        self._check_scale(column)
         if column.categories is not None and kind != "category":
             self._refuse(f"categories belong to kind = 'category', not to {kind!r}", name)
         if column.bounds is not None:
@@ -227,8 +274,8 @@ class Schema:
         if column.categories is not None:
             self._check_categories(column, column.categories)
 
-    def _check_bounds(self, column: Column) -> None:
-        shown = f"bounds = {list(column.bounds or ())!r}"
+    def _check_bounds(self, column: Column, key: str = "bounds") -> None:
+        shown = f"{key} = {list(column.bounds or ())!r}"
         if column.kind == "date":
             if not all(isinstance(end, str) and not math.isnan(parse_date(end)) for end in column.bounds or ()):
                 self._refuse(f"{shown} must be two dates such as 2024-01-31", column.name)
@@ -240,6 +287,26 @@ class Schema:
         low, high = column.limits
         if not low < high:
             self._refuse(f"{shown} must be the smaller one first, and not equal", column.name)
+
+    def _check_scale(self, column: Column) -> None:
+        if column.scale is not None:
+            if column.bounds is None:
+                self._refuse("scale belongs to a number or a date with bounds", column.name)
+            self._check_bounds(replace(column, bounds=column.scale), "scale")
+            (low, high), (first, last) = column.limits, column.scale_limits
+            if not low <= first < last <= high:
+                self._refuse(f"scale = {list(column.scale)!r} must lie within bounds", column.name)
+        if column.log is not None and not (
+            column.kind == "number"
+            and isinstance(column.log, (int, float))
+            and 0 < column.log <= LARGEST_BOUND
+            and column.bounds is not None
+            and column.limits[0] >= 0
+            and column.name != self.target
+        ):
+            self._refuse(
+                f"log = {column.log!r} must be a number above 0, of a feature with bounds of 0 or more", column.name
+            )
 
     def _check_categories(self, column: Column, categories: tuple[str, ...]) -> None:
         if not categories or not all(isinstance(category, str) for category in categories):

@@ -16,13 +16,13 @@ from ..support.validate import quoted
 from .cells import MISSING
 
 KINDS = ("number", "category", "date", "ignored", "learn")
-LEARN = "learn"
+LEARN, BOUNDS = "learn", "bounds"
 LARGEST_FILE = 2**24
-TABLE_KEYS = ("target", "task", "missing", "decimal")
+TABLE_KEYS = ("target", "task", "missing", "decimal", "day_first")
 COLUMN_KEYS = {
-    "number": ("kind", "bounds"),
-    "date": ("kind", "bounds", "day_first"),
-    "category": ("kind", "categories"),
+    "number": ("kind", "bounds", "scale", "log", "source"),
+    "date": ("kind", "bounds", "scale", "day_first", "source"),
+    "category": ("kind", "categories", "source"),
     "ignored": ("kind", "reason"),
     "learn": ("kind",),
 }
@@ -31,11 +31,14 @@ HEADER = """\
 # people filled in: whatever stands here is outside of the privacy guarantee. What says "learn" is learnt from the rows,
 # with noise, for a share of epsilon. So each "learn" that you replace leaves more of it to the training.
 #
-#   kind = "number"      bounds = [0, 120]                        values beyond are clipped
+#   kind = "number"      bounds = [0, 120]                        values beyond are clipped; take wide, safe ones
 #   kind = "date"        bounds = [2020-01-01, 2024-12-31]        day_first = true reads 03/01/2024 as 3 January
 #   kind = "category"    categories = ["red", "green"]            all others count as "other"
 #   kind = "ignored"     the model does not see the column
 #   kind = "learn"       number, date or category: learnt, too
+#
+# Within bounds, where most values lie is learnt for a small share; scale = "bounds" saves it if they are tight already.
+# source = "registration form of 2024" says where bounds or categories are known from: the report lists it.
 """
 
 
@@ -72,6 +75,7 @@ def parse(text: str, where: str) -> dict[str, Any]:
         "task": None if task == LEARN else task,
         "missing": tuple(missing),
         "decimal": document.get("decimal", "."),
+        "day_first": document.get("day_first"),
     }
 
 
@@ -83,12 +87,17 @@ def _column(where: str, name: str, values: Any) -> dict[str, Any]:
     if kind not in KINDS:
         _refuse(where, f"{place}: kind = {kind!r} must be one of {quoted(KINDS)}")
     _check_keys(where, f"{place}: ", values, COLUMN_KEYS[kind])
-    reason, day_first = values.get("reason", ""), values.get("day_first", False)
-    if not isinstance(reason, str) or not isinstance(day_first, bool):
-        _refuse(where, f"{place}: reason must be a text, and day_first true or false")
+    reason, source, day_first = values.get("reason", ""), values.get("source", ""), values.get("day_first", False)
+    if not isinstance(reason, str) or not isinstance(source, str) or not isinstance(day_first, bool):
+        _refuse(where, f"{place}: reason and source must be texts, and day_first true or false")
     bounds, categories = values.get("bounds", LEARN), values.get("categories", LEARN)
     if bounds != LEARN and not (isinstance(bounds, list) and len(bounds) == 2):
         _refuse(where, f"{place}: bounds = {bounds!r} must be two values or 'learn'")
+    scale = values.get("scale", LEARN)
+    if scale not in (LEARN, BOUNDS) and not (isinstance(scale, list) and len(scale) == 2):
+        _refuse(where, f"{place}: scale = {scale!r} must be two values, 'learn' or 'bounds'")
+    if scale == BOUNDS:
+        scale = bounds
     if categories != LEARN and not isinstance(categories, list):
         _refuse(where, f"{place}: categories = {categories!r} must be a list of texts or 'learn'")
     return {
@@ -98,6 +107,9 @@ def _column(where: str, name: str, values: Any) -> dict[str, Any]:
         "categories": None if categories == LEARN else tuple(_text(where, place, one) for one in categories),
         "day_first": day_first,
         "reason": reason,
+        "scale": None if scale == LEARN else tuple(map(_plain, scale)),
+        "log": values.get("log"),
+        "source": source,
     }
 
 
@@ -128,19 +140,29 @@ def _refuse(where: str, what: str) -> NoReturn:
 
 def write(schema: Mapping[str, Any]) -> str:
     """Returns the text of a schema file, from what `parse` returns."""
+    file = [f"# How the file was written, as most of its cells show: {schema['file']}.\n"] if schema.get("file") else []
     lines = [
         HEADER,
+        *file,
         f"target = {toml_text(schema['target'])}",
         f"task = {toml_text(schema['task'] or LEARN)}  # classification or regression",
         f"missing = {_list(schema['missing'])}  # cells that mean a missing value, in any case",
         f'decimal = {toml_text(schema["decimal"])}  # "," reads 1.234,5 as 1234.5',
     ]
+    if schema.get("day_first") is not None:
+        order = str(schema["day_first"]).lower()
+        lines.append(f"day_first = {order}  # 03/01/2024 is {'3 January' if schema['day_first'] else '1 March'}")
     for column in schema["columns"]:
         kind, name = column["kind"], column["name"]
         lines += ["", f"[columns.{toml_key(name)}]{'  # the target' if name == schema['target'] else ''}"]
         lines += [f"kind = {toml_text(kind)}"]
         if kind in ("number", "date"):
             lines += [f"bounds = {_bounds(column['bounds'])}"]
+            if column["scale"] is not None:
+                is_all = column["scale"] == column["bounds"]
+                lines += [f"scale = {toml_text(BOUNDS) if is_all else _bounds(column['scale'])}"]
+            if column["log"] is not None:
+                lines += [f"log = {_number(column['log'])!r}"]
         if kind == "date":
             lines += [f"day_first = {str(column['day_first']).lower()}"]
         elif kind == "category":
@@ -149,6 +171,8 @@ def write(schema: Mapping[str, Any]) -> str:
             ]
         elif kind == "ignored" and column["reason"]:
             lines += [f"reason = {toml_text(column['reason'])}"]
+        if column["source"]:
+            lines += [f"source = {toml_text(column['source'])}"]
     return "\n".join(lines) + "\n"
 
 

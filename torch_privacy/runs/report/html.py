@@ -51,6 +51,7 @@ PAGE = Template("""\
   .many th { font-weight: bold; width: auto; vertical-align: bottom; }
   .many td { white-space: nowrap; }
   .many td:nth-child(n + 3), .many th:nth-child(n + 3) { text-align: right; }
+  .many tr.declared td { white-space: normal; text-align: left; }
   .many tr.paper td { color: var(--faint); }
   figure.wide { grid-column: 1 / -1; }
   .cards img { width: 100%; height: auto; background: #ffffff; border-radius: .25rem; }

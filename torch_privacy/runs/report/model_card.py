@@ -11,7 +11,9 @@ from pathlib import Path
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.privacy.summary import attacker_lines, privacy_lines
 from torch_privacy.runs.folder import RunFolder
+from torch_privacy.runs.quality import quality_lines, warnings_of
 from torch_privacy.runs.report import words
+from torch_privacy.runs.report.table_sections import INTRODUCTION, declared_rows
 from torch_privacy.runs.report.training_plots import Training
 
 TAG = "differential-privacy"
@@ -51,6 +53,7 @@ def model_card(run_folder: Path | str) -> str:
         "## What is not covered",
         _list(words.not_covered(run)),
         *_scores(run),
+        *_declared(run),
         "## How to verify",
         *_verification(run),
         "## Versions",
@@ -140,6 +143,10 @@ def _for_one_person(run: Training) -> list[str]:
 
 
 def _scores(run: Training) -> list[str]:
+    if more := quality_lines(run.results):
+        held = [f"> **{_text(text)}**" for text in warnings_of(run.results)]
+        heading = ("on held-out examples", "± standard error, beside a constant")
+        return ["## Scores", *held, _table(heading, more), "Epsilon does not cover the held-out examples."]
     if not run.scores:
         return []
     rows = [
@@ -152,6 +159,11 @@ def _scores(run: Training) -> list[str]:
     ]
     heading = ("on held-out examples", "this model", "trained without privacy")
     return ["## Scores", _table(heading, rows), "Epsilon does not cover the held-out examples."]
+
+
+def _declared(run: Training) -> list[str]:
+    rows = declared_rows(run.results)
+    return ["## Declared public", INTRODUCTION, _table(("column", "declared", "source"), rows)] if rows else []
 
 
 def _verification(run: Training) -> list[str]:

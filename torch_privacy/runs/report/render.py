@@ -15,7 +15,9 @@ from torch_privacy.privacy.rounding import round_down, round_up
 from torch_privacy.privacy.summary import FALSE_POSITIVES, privacy_lines
 from torch_privacy.runs import table
 from torch_privacy.runs.folder import NO_DIGESTS
-from torch_privacy.runs.report import audit, html, training_plots, words
+from torch_privacy.runs.quality import headlines, warnings_of
+from torch_privacy.runs.report import audit, html, table_sections, training_plots, words
+from torch_privacy.runs.report.calibration import calibration_plots
 from torch_privacy.runs.report.training_plots import NOT_PRIVATE, Training
 from torch_privacy.runs.rows import folder_name, rows_folder
 from torch_privacy.support.read_file import read_bytes
@@ -140,6 +142,7 @@ def _page_of_training(folder: RunFolder) -> str:
         training_plots.epsilon_plot(run.rows, summary.delta),
         training_plots.tradeoff_plot(run.profile, summary),
         training_plots.profile_plot(run.profile, summary),
+        *calibration_plots(results),
     )
     shown = [
         (name.replace("_", " "), _plain(value))
@@ -151,6 +154,7 @@ def _page_of_training(folder: RunFolder) -> str:
         f'<p class="warning">{escape(run.warning)}</p>' if run.warning else "",
         f'<div class="big">{_headline(run)}</div>',
         f"<p>{escape(ended)}</p>" if ended else "",
+        *(f'<p class="warning">{escape(text)}</p>' for text in warnings_of(results)),
         words.for_one_person(run),
         words.not_protected(run),
         "<h2>The course of the training</h2>",
@@ -158,6 +162,7 @@ def _page_of_training(folder: RunFolder) -> str:
         "<h2>In numbers</h2>",
         html.pairs(_score_lines(run) + privacy_lines(summary)),
         "" if (audited := folder.read_audit()) is None else audit.section(audited),
+        table_sections.sections(results),
         "<h2>Settings</h2>",
         html.pairs(shown),
         "<h2>The privacy statement</h2>",
@@ -190,8 +195,11 @@ def _headline(run: Training) -> str:
     """Renders the scores and epsilon, large."""
     summary = run.summary
     bracket = f"certified to lie in [{round_down(summary.epsilon_low)}, {round_up(summary.epsilon_high)}]"
+    scores = headlines(run.results) if run.results.get("quality") else None
+    if scores is None:
+        scores = [(one.measure.text(one.value), f"test {one.measure.name}") for one in run.scores[:MOST_HEADLINES]]
     figures = [
-        *((score.measure.text(score.value), f"test {score.measure.name}") for score in run.scores[:MOST_HEADLINES]),
+        *scores,
         (f"\u03b5 \u2264 {round_up(summary.epsilon_high)}", f"at \u03b4 = {summary.delta:g}; {bracket}"),
     ]
     return "".join(f"<div><b>{escape(figure)}</b>{escape(caption)}</div>" for figure, caption in figures)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -258,8 +258,11 @@ class GeneratorRun:
         """Returns the budget of the data and what is drawn from it, as statements have it; nothing without one."""
         return {} if self._budget is None else {"data_budget": self._budget.state.as_json()}
 
-    def finish(self) -> Synthesizer:
-        """Writes the generator and its privacy statement, and deletes the secret checkpoint."""
+    def finish(self, not_covered: Sequence[str] = ()) -> Synthesizer:
+        """Writes the generator and its privacy statement, and deletes the secret checkpoint.
+
+        The statement lists as ``not_covered`` what else was read from the rows without noise.
+        """
         found, ledger = self.synthesizer(), self._ledger
         assert ledger is not None
         ledger.sync()
@@ -273,7 +276,7 @@ class GeneratorRun:
                 if reservation.drawn is None or reservation.drawn.settled is None:  # of a run that was killed here
                     reservation.settle(fingerprints=fingerprints)
             statement = of_marginals(self.settings, ledger, self.source.num_units, self.data_budget)
-        self.folder.write_json(self.folder.privacy, with_generator(statement, self.settings))
+        self.folder.write_json(self.folder.privacy, with_generator(statement, self.settings, not_covered))
         self.folder.delete_checkpoint()
         self.close()
         return found

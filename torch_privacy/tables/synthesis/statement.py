@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import math
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -80,12 +81,14 @@ def of_marginals(
     }
 
 
-def with_generator(statement: dict[str, Any], settings: SynthesisSettings) -> dict[str, Any]:
+def with_generator(
+    statement: dict[str, Any], settings: SynthesisSettings, not_covered: Sequence[str] = ()
+) -> dict[str, Any]:
     """Returns a statement with what it says of the generator and of the rows that are drawn from it."""
     return {
         **statement,
         "unit": settings.protected,
         "treated_as_public": [*statement["treated_as_public"], "what the schema declares"],
-        "not_covered": [*statement["not_covered"], *NOT_COVERED],
+        "not_covered": [*statement["not_covered"], *NOT_COVERED, *not_covered],
         "synthetic_rows": {"generator": settings.generator, "post_processing": POST_PROCESSING},
     }

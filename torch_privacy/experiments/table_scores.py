@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Provides the scores of a training on a table: one after each epoch, and all of them at the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Subset
+
+from torch_privacy import tables
+from torch_privacy.experiments.task import ACCURACY, Score
+from torch_privacy.runs import metrics as log
+
+ROWS_AT_ONCE = 4096
+
+
+def score_of(schema: tables.Schema, encoder: tables.Encoder, threshold: tables.Threshold | None) -> Score:
+    """Returns the accuracy, or the root mean squared error in the unit of the target."""
+    if schema.task == "classification":
+        return ACCURACY if threshold is None else replace(ACCURACY, of_each=partial(_is_decided, threshold))
+    scale = encoder.target_scale
+    column = schema.target_column
+    (low, high), (first, last) = column.limits, column.scale_limits
+    ends = tuple((2 * end - first - last) / (last - first) for end in (low, high))  # of the bounds, scaled
+    squared = partial(_squared_error, ends)
+    return Score(log.Measure("RMSE", larger_is_better=False), squared, lambda mean: scale * mean**0.5)
+
+
+def _is_decided(threshold: tables.Threshold, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Returns float32 (n,): 1 where the class that the threshold decides for is the target."""
+    decided = torch.from_numpy(threshold.decide(outputs.detach().cpu().double().softmax(1).numpy()))
+    return (decided.to(targets.device) == targets).float()
+
+
+def threshold_of(text: str | None, schema: tables.Schema, where: str = "train") -> tables.Threshold | None:
+    """Returns the threshold that the user has chosen, for the classes of a complete schema."""
+    return None if text is None else tables.Threshold.parse(text, schema.classes, where)
+
+
+def more_scores(
+    encoder: tables.Encoder, test: Subset[Any], threshold: tables.Threshold | None, owners: Any, model: nn.Module
+) -> dict[str, Any]:
+    """Returns ``quality``, scores on the test rows, and ``coefficients`` of a linear model; {} if it has diverged."""
+    inputs, targets = (part[test.indices] for part in test.dataset.tensors)  # pyright: ignore[reportAttributeAccessIssue]
+    was_training = model.training
+    with torch.no_grad():
+        outputs = torch.cat([model.eval()(part) for part in inputs.split(ROWS_AT_ONCE)]).double()
+    model.train(was_training)
+    if not outputs.isfinite().all():
+        return {}
+    if encoder.schema.task == "regression":
+        low, high = encoder.schema.target_column.limits
+        truth = encoder.unscaled(targets.double().numpy())
+        quality = tables.scores_of_numbers(encoder.unscaled(outputs.numpy()).clip(low, high), truth, owners=owners)
+    else:
+        found = outputs.softmax(1).numpy(), targets.numpy(), encoder.schema.classes
+        quality = tables.scores_of_classes(*found, threshold=threshold, owners=owners)
+    listed = coefficients(encoder, model)
+    return {"quality": quality, **({"coefficients": listed} if listed else {})}
+
+
+def _squared_error(ends: tuple[float, ...], outputs: Tensor, targets: Tensor) -> Tensor:
+    """Returns the squared errors, (n,); 0 for a row without a target."""
+    return torch.where(targets.isnan(), 0.0, outputs.clamp(*ends) - targets).square()
+
+
+def coefficients(encoder: tables.Encoder, model: nn.Module) -> list[dict[str, Any]]:
+    """Returns the coefficients of a linear model, each with its column and value; [] for a perceptron.
+
+    They are added to the log-odds of the last of two classes, the logit of each of more classes, or the number to
+    predict in its own unit: of a number for half of its scale, of a category where it is the value.
+    """
+    if not isinstance(model, tables.TableModel) or model.mlp is not None:
+        return []
+    schema, rows = encoder.schema, []
+    for layer, names in ((model.linear, encoder.names_of_numbers), (model.bias, encoder.names_of_codes)):
+        if layer is None:
+            continue
+        weight = layer.weight.detach().double()
+        rows += list(zip(names, (weight.T if isinstance(layer, nn.Linear) else weight).tolist(), strict=True))
+    if model.linear is not None:
+        rows.append((("(intercept)", ""), model.linear.bias.detach().double().tolist()))
+    if schema.task == "regression":
+        scale = encoder.target_scale
+        return [{"column": c, "value": v, "class": None, "coefficient": scale * of[0]} for (c, v), of in rows]
+    place, classes = len(schema.classes) - 1, schema.classes
+    if len(classes) == 2:
+        return [{"column": c, "value": v, "class": classes[place], "coefficient": of[1] - of[0]} for (c, v), of in rows]
+    return [
+        {"column": c, "value": v, "class": name, "coefficient": one - sum(of) / len(of)}
+        for (c, v), of in rows
+        for name, one in zip(classes, of, strict=True)
+    ]

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recognizes how a program wrote a table: its decimal mark and the order of day and month.
+
+This shape is that of the export, not of a row, and is public by declaration, as separator and encoding are: the
+template of a schema states it, and who uses the schema declares it. It follows from the majority of cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from .cells import Rules, dates, numbers, read_cells
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+ROWS = 20_000  # that are looked at
+MOST = 0.75  # share of a column's cells that must be numbers or dates
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The form in which numbers and dates are written.
+
+    Args:
+        decimal: ``"."`` or ``","``.
+        day_first: whether ``03/01/2024`` is the third of January; None if no date shows it.
+        separator: between cells of CSV; "" for Parquet.
+        encoding: of CSV; "" for Parquet.
+    """
+
+    decimal: Literal[".", ","] = "."
+    day_first: bool | None = None
+    separator: str = ""
+    encoding: str = ""
+
+    def in_words(self) -> str:
+        """Returns the shape in one line.
+
+        Example:
+            >>> Shape(",", True, ";", "UTF-8").in_words()
+            "separator ';', UTF-8, decimal comma, days before months"
+        """
+        order = {None: [], True: ["days before months"], False: ["months before days"]}[self.day_first]
+        file = [f"separator {self.separator!r}", self.encoding] if self.separator else []
+        return ", ".join([*file, "decimal comma" if self.decimal == "," else "decimal point", *order])
+
+
+def shape_of(frame: DataFrame, missing: Iterable[str]) -> Shape:
+    """Returns the shape of a table from `read_table`: what most of its columns agree on.
+
+    The decimal mark is a comma if more columns consist of numbers then; the order of days and months is that which more
+    cells need.
+    """
+    votes, days = {".": 0, ",": 0}, 0
+    for name in frame.columns:
+        column = frame[name].iloc[:ROWS]
+        if column.dtype.kind in "iufbM":
+            continue
+        rules = {mark: Rules.of(missing, mark) for mark in votes}
+        cells = read_cells(column, rules["."])
+        filled = max(int((~cells.is_missing).sum()), 1)
+        for mark in votes:
+            votes[mark] += int((~np.isnan(numbers(cells, rules[mark]))).sum() >= MOST * filled)
+        first, last = (~np.isnan(dates(cells, day_first=day_first)) for day_first in (True, False))
+        if (first | last).sum() >= MOST * filled:
+            days += int((first & ~last).sum()) - int((last & ~first).sum())
+    return Shape(
+        "," if votes[","] > votes["."] else ".",
+        None if not days else days > 0,
+        frame.attrs.get("separator", ""),
+        frame.attrs.get("encoding", ""),
+    )
