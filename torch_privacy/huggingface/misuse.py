@@ -44,7 +44,7 @@ def refuse_misplaced(named: Collection[str]) -> None:
     for name in set(named) - set(inspect.signature(Trainer.__init__).parameters):
         if name in ALLOWED:
             raise TypeError(f"{WHERE}: {name}= belongs into privacy=dict({name}=...).")
-        if (hint := hint_for(name, ())) and "=" in hint:
+        if hint := hint_for(name, ()):
             raise TypeError(f"{WHERE}: {name}= is no argument of Trainer{hint}, in privacy=dict(...).")
 
 

@@ -77,7 +77,7 @@ class PrivateFit(Callback):
                 raise ValueError(f"{WHERE}: leave out {name}=, which comes from Trainer, module and train DataLoader.")
             if name not in known:
                 raise ValueError(
-                    f"{WHERE}: {name}= must be a keyword of PrivateTraining{hint_for(name, known).rstrip('?')}: "
+                    f"{WHERE}: {name}= must be a keyword of PrivateTraining{hint_for(name, known)}: "
                     f"{', '.join(sorted(known))}."
                 )
         if "expected_batch_size" not in privacy:

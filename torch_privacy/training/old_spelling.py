@@ -34,11 +34,11 @@ ELSEWHERE = {  # name in another library -> what it is here
 
 
 def hint_for(name: str, known: Collection[str]) -> str:
-    """Returns what an unknown keyword may have meant, as the end of a sentence; empty if nothing is near."""
+    """Returns what an unknown keyword may have meant, in parentheses; empty if nothing is near."""
     if name in ELSEWHERE:
         return f" (here it is {ELSEWHERE[name]})"
     close = get_close_matches(name, known, 1)
-    return f". Did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def refuse_unknown(function: Callable[..., Any], where: str, clipping: Any, unknown: Mapping[str, Any]) -> None:
