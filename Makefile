@@ -12,10 +12,10 @@ FAST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test thorough bench fuzz faults check docs format clean
+.PHONY: help train test thorough bench fuzz faults check release-check docs format clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: $(VENV)/.train  ## train on the Adult data privately, at epsilon 2; ARGS="--epsilon 1" passes options on
 	$(BIN)/torch-privacy train adult $(ARGS)
@@ -40,6 +40,9 @@ check: $(VENV)/.check  ## lint, formatting, types, documentation
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/mkdocs build --strict --quiet
+
+release-check: $(VENV)/.check  ## check the last commit as a user would meet it: clone, build, install, README, links, licenses
+	$(BIN)/python .ci/release_check.py --python $(PYTHON) $(ARGS)
 
 docs: $(VENV)/.check  ## serve the documentation while you write it
 	$(BIN)/mkdocs serve
