@@ -21,7 +21,9 @@ PINS = dict(
 
 
 EXTRAS = PROJECT["optional-dependencies"]
-OF_USERS = [line for extra, lines in EXTRAS.items() if extra not in ("bench", "docs", "test") for line in lines]
+OF_USERS = [
+    line for extra, lines in EXTRAS.items() if extra not in ("bench", "comparison", "docs", "test") for line in lines
+]
 
 
 def required():
