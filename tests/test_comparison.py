@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page that compares with other libraries: each of its sentences has a program that runs both sides."""
 
+import importlib
 import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import comparison_points as points
 import pytest
 
+importlib.import_module("comparison_measures")  # adds its points
 PAGE = (Path(__file__).parents[1] / "docs" / "comparison.md").read_text()
 COMPARED = {
     points.OPACUS: "opacus",
@@ -15,7 +17,7 @@ COMPARED = {
     points.JAX: "jax-privacy",
     points.DIFFPRIVLIB: "diffprivlib",
 }
-CASES = [(library, point) for library, found in points.POINTS.items() for point in found]
+CASES = [(library, point) for library, found in points.in_order().items() for point in found]
 
 
 def test_the_page_says_what_the_programs_show_and_nothing_else():
@@ -25,7 +27,7 @@ def test_the_page_says_what_the_programs_show_and_nothing_else():
         heading, _, text = section.partition("\n")
         items = re.split(r"^\* ", text, flags=re.MULTILINE)[1:]
         said[heading] = [" ".join(item.split()) for item in items]
-    expected = {library: [points.sentence(point) for point in found] for library, found in points.POINTS.items()}
+    expected = {library: [points.sentence(point) for point in found] for library, found in points.in_order().items()}
     assert {heading: items for heading, items in said.items() if items} == expected
 
 
