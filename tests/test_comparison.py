@@ -6,9 +6,10 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import comparison_points as points
 import pytest
 
+pytest.register_assert_rewrite("comparison_points", "comparison_measures")  # a false sentence shows both sides' values
+points = importlib.import_module("comparison_points")
 importlib.import_module("comparison_measures")  # adds its points
 PAGE = (Path(__file__).parents[1] / "docs" / "comparison.md").read_text()
 COMPARED = {
@@ -41,4 +42,8 @@ def test_a_sentence_is_true_of_both_sides(library, point):
     except PackageNotFoundError:
         pytest.skip(f"{COMPARED[library]} is not installed: pip install -c constraints.txt '.[comparison]'")
     assert found.startswith(library.split()[-1]), f"the page is about {library}; {found} is installed"
-    point()
+    try:
+        point()
+    except BaseException as error:
+        error.add_note(f"docs/comparison.md says of {library}: {points.sentence(point)}")
+        raise
