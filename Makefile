@@ -12,10 +12,10 @@ FAST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test thorough bench fuzz faults check docs format clean
+.PHONY: help train test thorough compare bench fuzz faults check release-check docs format clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: $(VENV)/.train  ## train on the Adult data privately, at epsilon 2; ARGS="--epsilon 1" passes options on
 	$(BIN)/torch-privacy train adult $(ARGS)
@@ -25,6 +25,9 @@ test: $(VENV)/.test  ## run the tests that judge a change, in about five minutes
 
 thorough: $(VENV)/.test  ## run what `test` leaves out: more cases of the same tests, processes that are killed, slow brackets
 	$(FAST) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --thorough $(ARGS)
+
+compare: $(VENV)/.compare  ## run the programs behind docs/comparison.md: this library beside four others
+	$(FAST) $(BIN)/python -m pytest --all tests/test_comparison.py $(ARGS)
 
 bench: $(VENV)/.test  ## count launches and waits on a pretended GPU; DEVICE=cuda: time, throughput and memory on this machine's
 	cd benchmarks && $(abspath $(BIN))/python card.py --device $(or $(DEVICE),pretend) $(ARGS)
@@ -41,6 +44,9 @@ check: $(VENV)/.check  ## lint, formatting, types, documentation
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/mkdocs build --strict --quiet
 
+release-check: $(VENV)/.check  ## check the last commit as a user would meet it: clone, build, install, README, links, licenses
+	$(BIN)/python .ci/release_check.py --python $(PYTHON) $(ARGS)
+
 docs: $(VENV)/.check  ## serve the documentation while you write it
 	$(BIN)/mkdocs serve
 
@@ -54,8 +60,9 @@ clean:  ## remove the environment and what was built; training runs stay
 # One stamp per set of extras; the environment is renewed when a dependency or a pin changes.
 $(VENV)/.train: TARGET := .
 $(VENV)/.test: TARGET := .[test]
+$(VENV)/.compare: TARGET := .[test,comparison]
 $(VENV)/.check: TARGET := .[test,docs]
-$(VENV)/.train $(VENV)/.test $(VENV)/.check: pyproject.toml constraints.txt
+$(VENV)/.train $(VENV)/.test $(VENV)/.compare $(VENV)/.check: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make: $(PYTHON) must be Python 3.11 or newer. Install one and name it: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \

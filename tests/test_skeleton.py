@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import ast
+import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -19,7 +21,9 @@ PINS = dict(
 
 
 EXTRAS = PROJECT["optional-dependencies"]
-OF_USERS = [line for extra, lines in EXTRAS.items() if extra not in ("bench", "docs", "test") for line in lines]
+OF_USERS = [
+    line for extra, lines in EXTRAS.items() if extra not in ("bench", "comparison", "docs", "test") for line in lines
+]
 
 
 def required():
@@ -115,3 +119,58 @@ def test_docstrings_begin_with_sentences():
     headless = re.compile(rf'^ *r?"""(?:{"|".join(SENTENCES_NEVER_BEGIN_WITH)})\b.*', re.MULTILINE)
     paths = [path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")]
     assert [(path.name, line) for path in paths for line in headless.findall(path.read_text())] == []
+
+
+WITHOUT_PAGES = """
+import sys
+for name in ("matplotlib", "rich", "typer", "transformers", "pandas", "sklearn"):
+    sys.modules[name] = None  # as if it were not installed
+import warnings
+import torch
+import torch_privacy as tp
+data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randint(2, (40,)))
+model = torch.nn.Linear(3, 2)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    training = tp.PrivateTraining(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), data, expected_batch_size=8, num_steps=2,
+        clipping=tp.Flat(1.0), noise_multiplier=1.0, delta=1e-3, run_folder=sys.argv[1])
+    for x, y in training:
+        training.step(torch.nn.functional.cross_entropy(model(x), y, reduction="none"))
+assert any("no report" in str(one.message) for one in caught)
+print(training.spent().epsilon.high > 0)
+"""
+
+
+def test_a_training_needs_neither_the_command_nor_its_page(tmp_path):
+    call = [sys.executable, "-c", WITHOUT_PAGES, str(tmp_path / "run")]
+    done = subprocess.run(call, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stdout == "True\n", done.stderr
+    assert {"results.json", "model.safetensors", "privacy.json"} <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
+def release_check():
+    spec = importlib.util.spec_from_file_location("release_check", ROOT / ".ci" / "release_check.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_release_check_notices_other_versions_and_links_that_lead_nowhere(tmp_path):
+    check = release_check()
+    release = check.Release(tmp_path, sys.executable)
+    subprocess.run(["git", "init", "-q", str(release.clone)], check=True)
+    (release.clone / "torch_privacy" / "support").mkdir(parents=True)
+    for name in ("pyproject.toml", "CHANGELOG.md", "CITATION.cff", "torch_privacy/support/version.py"):
+        shutil.copy(ROOT / name, release.clone / name)
+    assert release.same_version() == PROJECT["version"]
+    (release.clone / "CITATION.cff").write_text("version: 9.9.9\n")
+    with pytest.raises(check.Failed, match=r"is not in CITATION\.cff"):
+        release.same_version()
+    (release.clone / "CHANGELOG.md").write_text("# One\n[a](#one) [b](CITATION.cff) [c](https://x.org)")
+    assert release.links_lead() == "2 links on 1 pages"
+    for wrong in ("CHANGELOG.md#two", "missing.md"):
+        (release.clone / "README.md").write_text(f"[x]({wrong})")
+        with pytest.raises(check.Failed, match=re.escape(f"README.md links to {wrong}")):
+            release.links_lead()
+    assert {name for name, _ in check.CHECKS} >= {*check.NEEDS, *check.NEEDS.values()}

@@ -2,6 +2,7 @@
 """Runs the command audit: on an experiment, on a run's folder, on own scores; and what it refuses."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -28,8 +29,24 @@ def own_ledger(folder):
 
 def audited(capsys, *arguments):
     """Returns the exit code and the JSON that audit prints."""
-    code = run(["audit", *map(str, arguments), "--json"])
+    spends = [] if {"--loop", "--scores"} & set(arguments) else ["--spend"]
+    code = run(["audit", *map(str, arguments), *spends, "--json"])
     return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("subject", ["adult", "own_training:make", "run"])
+def test_an_audit_spends_nothing_without_the_flag(subject, trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    assert run(["audit", str(trained) if subject == "run" else subject]) == 2
+    error = capsys.readouterr().err
+    assert "nothing was trained" in error
+    assert "add --spend" in error
+    if subject == "run":
+        (high,) = re.findall(r"spends epsilon ([0-9.]+) at delta = 1e-05 once more", error)
+        assert float(high) >= json.loads((trained / "results.json").read_text())["privacy"]["epsilon"]["high"]
+    assert not [*tmp_path.iterdir()]
+    assert before == {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
 
 
 @pytest.mark.thorough
@@ -48,7 +65,7 @@ def test_a_run_is_audited_with_its_own_settings(trained, capsys):
     assert run(["report", str(trained), "--out", str(trained / "all.html")]) == 0
     assert "found by the attack" in (trained / "all.html").read_text()
     capsys.readouterr()
-    assert run(["audit", str(trained)]) == 2
+    assert run(["audit", str(trained), "--spend"]) == 2
     assert "exists already" in capsys.readouterr().err
 
 
@@ -128,7 +145,7 @@ def test_own_training_is_audited(tmp_path, capsys, monkeypatch):
     assert content["num_canaries"] == 200
     (folder,) = (tmp_path / "audits").iterdir()
     assert (folder / "report.html").is_file()
-    assert run(["audit", "own_training:three"]) == 2
+    assert run(["audit", "own_training:three", "--spend"]) == 2
     assert "(train, dataset)" in capsys.readouterr().err
 
 
@@ -159,7 +176,7 @@ def test_mistakes_are_named_in_one_sentence(arguments, named, trained, tmp_path,
     (tmp_path / "list.json").write_text("[1, 2]")
     (tmp_path / "strings.json").write_text('{"inside": ["a"], "outside": [1]}')
     (tmp_path / "ledger.jsonl").write_bytes((trained / "ledger.jsonl").read_bytes())
-    assert run(["audit", *arguments, *QUICK]) == 2
+    assert run(["audit", *arguments, *QUICK, "--spend"]) == 2
     error = capsys.readouterr().err
     assert named in error
     assert "Traceback" not in error
@@ -171,7 +188,7 @@ def test_numbers_of_an_audit_that_was_changed_are_refused(trained, tmp_path, cap
     for path in trained.iterdir():
         if path.is_file():
             (tmp_path / "run" / path.name).write_bytes(path.read_bytes())
-    assert run(["audit", str(tmp_path / "run"), "--canaries", "100"]) == 0
+    assert run(["audit", str(tmp_path / "run"), "--canaries", "100", "--spend"]) == 0
     path = tmp_path / "run" / "audit" / "audit.json"
     path.write_text(path.read_text().replace('"rejected": false', '"rejected": true'))
     capsys.readouterr()

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+import torch_privacy
 from torch_privacy import privacy
 from torch_privacy.cli import run
 from torch_privacy.experiments import TRAININGS, load_trainable
@@ -100,6 +101,8 @@ MISTAKES = {  # arguments -> words of the one sentence that says what is wrong
     "list with options": (["reproduce", "--quick"], "reproduce: name an experiment"),
     "reproduce nothing on": (["reproduce", "--resume", "/nowhere"], "/nowhere/settings.json: cannot be read"),
     "reproduce on with more": (["reproduce", "--resume", "/nowhere", "--quick"], "takes every setting from the run"),
+    "report without runs": (["report"], "Missing argument 'RUN...'"),
+    "report with a card alone": (["report", "--model-card"], "Missing argument 'RUN...'"),
     "report on nothing": (["report", "/nowhere"], "/nowhere/results.json: cannot be read"),
     "not a rate": (["tradeoff", *EVENTS, "--alpha", "nan"], "--alpha nan must lie in [0, 1]"),
 }
@@ -113,6 +116,11 @@ def test_cli_does_not_wait_for_torch(arguments):
 
 
 @pytest.mark.thorough(but=3)
+def test_version_is_printed(capsys):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"torch-privacy {torch_privacy.__version__}\n"
+
+
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES.values(), ids=MISTAKES)
 def test_cli_answers_a_mistake_with_one_sentence_and_code_2(arguments, words, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)

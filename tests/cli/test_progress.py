@@ -92,3 +92,15 @@ def test_bar_of_the_baseline_has_no_epsilon():
     text = lines_of(shown_on_a_terminal(80, Progress("non-private", 12, 2061, 0.345, 0.843)))[-2]
     assert "ε" not in text
     assert "loss 0.345" in text
+
+
+def test_a_cell_of_a_notebook_gets_lines_and_no_escape_codes(monkeypatch, capsys):
+    for name, value in {"JPY_PARENT_PID": "1", "FORCE_COLOR": "1", "CLICOLOR": "1", "TERM": "xterm-color"}.items():
+        monkeypatch.setenv(name, value)  # as a kernel sets them for `!torch-privacy train ...`
+    with module.TrainingDisplay(module.new_console(stderr=True), silent=False) as display:
+        for progress in steps(100):
+            display.show(progress, lambda step: step / 8)
+    shown = capsys.readouterr().err
+    assert len(shown.splitlines()) == 2
+    assert "\x1b" not in shown
+    assert "\r" not in shown

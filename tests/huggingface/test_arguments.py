@@ -87,7 +87,10 @@ def test_part_is_refused(case, tmp_path):
 
 PRIVACY: dict[str, tuple[dict[str, Any], str]] = {
     "of the trainer": ({"collate_fn": list}, r"'collate_fn' \(set by PrivateTrainer\(data_collator=...\)\)"),
-    "misspelt": ({"noise_multplier": 1.0}, "'noise_multplier'. Allowed: .*noise_multiplier"),
+    "misspelt": (
+        {"noise_multplier": 1.0},
+        "'noise_multplier' .did you mean 'noise_multiplier'..\\. Allowed: .*noise_multiplier",
+    ),
     "of the examples": ({"dataset": []}, r"'dataset' \(set by PrivateTrainer\(train_dataset=...\)\)"),
     "two numbers of steps": ({"num_steps": 7}, "num_steps=7 and max_steps=3"),
 }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 import warnings
 from pathlib import Path
@@ -321,3 +322,12 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="call make_private first"):
         _ = PrivacyEngine().training
     assert tp.opacus  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_model_is_its_own_inner_module(tmp_path):
+    _, model, *_ = made_private()
+    assert model._module is model
+    assert list(model.state_dict()) == list(network().state_dict())
+    assert [*model.children()] == [model[0], model[1], model[2]]
+    copied = copy.deepcopy(model)
+    assert copied._module is copied

@@ -156,6 +156,52 @@ print("lr", optimizer.param_groups[0]["lr"], len(train_loader))
 )
 
 
+CIFAR = (
+    COMMON
+    + """
+import numpy as np
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from opacus.grad_sample.functorch import make_functional
+
+data = TensorDataset(torch.randn(80, 3, 8, 8), torch.randint(3, (80,)))
+model = nn.Sequential(
+    nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(start_dim=1), nn.Linear(4, 3))
+before = sorted(model.state_dict())
+optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+count = len([p for p in model.parameters() if p.requires_grad])
+engine = PrivacyEngine(secure_mode=False)
+model, optimizer, train_loader = engine.make_private(
+    module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=20, generator=torch.Generator()),
+    noise_multiplier=1.5, max_grad_norm=[1.0 / np.sqrt(count)] * count, clipping="per_layer", grad_sample_mode=MODE)
+for epoch in range(1, 3):
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 * 0.5 * (1 + np.cos(np.pi * epoch / 3))
+    train(model, train_loader, optimizer, engine, epoch, 1e-3)
+    test(model, DataLoader(data, batch_size=30))
+torch.save({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, PATH)
+print(sorted(model._module.state_dict()) == before)
+"""
+)
+
+GENERATED = (
+    COMMON
+    + """
+real, netG = TensorDataset(torch.randn(60, 6)), nn.Linear(3, 6)
+netD = nn.Sequential(nn.Linear(6, 1), nn.Sigmoid(), nn.Flatten(0))
+criterion = nn.BCELoss()
+engine = PrivacyEngine()
+netD, optimizer, loader = engine.make_private(
+    module=netD, optimizer=optim.Adam(netD.parameters()), data_loader=DataLoader(real, batch_size=15),
+    noise_multiplier=1.0, max_grad_norm=1.0)
+for (x,) in loader:
+    fake = netG(torch.randn(len(x), 3))
+    loss = criterion(netD(x), torch.ones(len(x))) + criterion(netD(fake.detach()), torch.zeros(len(x)))
+    loss.backward()
+    optimizer.step()
+"""
+)
+
+
 def output_of(program: str, **names: object) -> list[str]:
     printed, module = io.StringIO(), ModuleType("migrated_program")
     vars(module).update(names)
@@ -176,7 +222,9 @@ def with_ours(program: str) -> str:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("program", "names"), [(MNIST, {}), (TEXT, {"LONGEST": 6}), (CHARACTERS, {})])
+@pytest.mark.parametrize(
+    ("program", "names"), [(MNIST, {}), (CIFAR, {"MODE": "hooks"}), (TEXT, {"LONGEST": 6}), (CHARACTERS, {})]
+)
 def test_a_program_runs_when_only_its_imports_change(program: str, names: dict, tmp_path) -> None:
     names = names | {"PATH": tmp_path / "checkpoint.pt"}
     theirs, ours = output_of(program, **names), output_of(with_ours(program), **names)
@@ -189,3 +237,13 @@ def test_a_program_runs_when_only_its_imports_change(program: str, names: dict, 
 def test_padding_to_the_longest_of_a_batch_is_refused() -> None:  # as in Opacus' imdb.py and char-lstm
     with pytest.raises(Refused, match=r"examples of a batch depend on each other.*mask the padding"):
         output_of(with_ours(TEXT), LONGEST=0)
+
+
+def test_gradients_of_the_loops_own_are_refused(tmp_path) -> None:  # as by cifar10.py --grad_sample_mode no_op
+    with pytest.raises(Refused, match=r"make_functional: .*grad_sample_mode='no_op'.*functional_call"):
+        output_of(with_ours(CIFAR), MODE="no_op", PATH=tmp_path / "checkpoint.pt")
+
+
+def test_two_losses_that_are_added_are_refused() -> None:  # as in Opacus' dcgan.py
+    with pytest.raises(Refused, match="loss"):
+        output_of(with_ours(GENERATED))

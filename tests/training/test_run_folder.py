@@ -31,7 +31,7 @@ from torch_privacy.runs.report import render as report
 from torch_privacy.runs.report import training_plots
 from torch_privacy.runs.report.render import render
 from torch_privacy.support.write_file import write_whole
-from torch_privacy.training import run_files
+from torch_privacy.training import run_files, run_writer
 
 FILES = [
     "fingerprint.key", "ledger.jsonl", "metrics.csv", "model.safetensors", "privacy.json", "report.html",
@@ -578,6 +578,23 @@ def test_a_backend_that_is_not_installed_does_not_keep_matplotlib_out(backend):
     call = [sys.executable, "-c", code, str(Path(report.__file__).with_name("__init__.py"))]
     environment = os.environ | {"MPLBACKEND": backend}
     assert subprocess.run(call, env=environment, capture_output=True, text=True).stdout == f"{backend}\n"
+
+
+def test_a_page_that_cannot_be_drawn_is_noticed_before_the_first_step_and_costs_nothing_else(tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise OSError("no fonts")
+
+    monkeypatch.setattr(run_writer, "_draw_nothing", broken)
+    monkeypatch.setattr(report, "render", broken)
+    with pytest.warns(UserWarning, match=r"no report, because nothing can be drawn here \(OSError: no fonts\)"):
+        training = new(tmp_path)
+    assert training.step_count == 0
+    with pytest.warns(UserWarning, match="the report could not be made"):
+        train(training)
+    names = ("model.safetensors", "metrics.csv", "privacy.json", "results.json", "ledger.jsonl")
+    assert all((tmp_path / name).exists() for name in names)
+    monkeypatch.undo()
+    assert run(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
 
 
 def test_a_backend_that_is_installed_stays_the_one_that_was_named():

@@ -2,13 +2,15 @@
 """Tests the privacy statement, the data sets that training takes, and the budget at which it stops."""
 
 import re
+from dataclasses import replace
+from html import escape
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Subset, default_collate
-from trainings import N, cross_entropy, data, network, parameters_of, train, training_of
+from trainings import N, cross_entropy, data, network, parameters_of, private_training, train, training_of
 
 import torch_privacy as tp
 from torch_privacy.sampling.batches import Batches
@@ -46,6 +48,23 @@ def test_spent_and_statement_have_the_attacker_the_unit_and_what_is_public():
     training.declare_stop("a time limit")
     assert training.spent().mu == training.profile().mu()
     assert "releases_priced" not in training.statement()
+
+
+def test_a_notebook_shows_a_training_and_what_it_has_spent_as_tables():
+    settings = {"expected_batch_size": 8, "num_steps": 6, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0}
+    model = network()
+    training = private_training(model, torch.optim.SGD(model.parameters(), lr=0.1), data(), delta=1e-3, **settings)
+    train(training, 3)
+    shown, spent = training._repr_html_(), training.spent()
+    assert f'<td style="text-align:left">{escape(str(spent))}</td>' in shown
+    assert "3 of 6" in shown
+    assert f"noise multiplier: {training.settings.noise_multiplier:.6g}" in repr(training)
+    table = spent._repr_html_()
+    for text in (str(spent), spent.unit, *spent.not_covered):
+        assert escape(text) in table
+    assert "all planned steps" in table
+    assert "<script>" not in replace(spent, text="<script>")._repr_html_()
+    assert "NOT PRIVATE" in training_of(delta=1e-3)._repr_html_()
 
 
 def noise_made(noise_multiplier):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides the command ``torch-privacy``. Accounting and lists start without importing torch."""
 
+import os
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
@@ -133,6 +134,7 @@ def _named_by_option(error: ValueError, command: str) -> str:
 
 def main() -> None:
     """Runs the command; its entry point."""
+    os.environ["MPLBACKEND"] = "agg"  # figures are files; a kernel's own backend may be missing from this Python
     for stream in (sys.stdout, sys.stderr):  # in a locale without UTF-8 a letter that it lacks becomes "?"
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -3,6 +3,7 @@
 
 import errno
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +14,42 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, RenderableType
 
+from torch_privacy.support.version import __version__
+
+KERNEL = "JPY_PARENT_PID"  # in the environment of what a Jupyter kernel starts
+
 app = typer.Typer(
     name="torch-privacy",
     help="Differentially private deep learning with a certified epsilon.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"torch-privacy {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_all(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def new_console(*, stderr: bool = False, highlight: bool = True) -> Console:
+    """Returns a console of rich; one for plain text where a Jupyter kernel started the command.
+
+    A cell (``!torch-privacy ...``) looks like a terminal, and its kernel asks for colors, but it shows a bar that is
+    drawn again as one line after the other.
+    """
+    if KERNEL in os.environ:
+        return Console(stderr=stderr, highlight=False, force_terminal=False, color_system=None)
+    return Console(stderr=stderr, highlight=highlight)
 
 
 def folder_named(text: str) -> Path:
@@ -98,7 +129,7 @@ def print_result(content: dict[str, Any], shown: list[tuple[str, str]] | Rendera
     if as_json:
         typer.echo(json.dumps(content, indent=2, allow_nan=False))
     else:
-        Console(highlight=False).print(lines_table(shown) if isinstance(shown, list) else shown)
+        new_console(highlight=False).print(lines_table(shown) if isinstance(shown, list) else shown)
 
 
 def say(message: str) -> None:

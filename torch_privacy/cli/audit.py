@@ -68,6 +68,10 @@ AuditDelta = Annotated[
 AuditEpochs = Annotated[
     float | None, typer.Option(help="Passes over the data, on average.", show_default="the training's")
 ]
+Spend = Annotated[
+    bool,
+    typer.Option("--spend", help="Train again, which spends the training's epsilon once more on the same data."),
+]
 AuditOut = Annotated[
     Path | None,
     typer.Option(
@@ -91,17 +95,20 @@ def audit(
     epochs: AuditEpochs = None,
     scores: Scores = None,
     out: AuditOut = None,
+    spend: Spend = False,
     as_json: AsJson = False,
 ) -> None:
     """Test by canaries whether the epsilon of a training is believable.
 
-    Trains once more, with canaries that fair coins put into the data, and guesses the coins. The exit code is 1 if the
-    ledger's claim is rejected. The audited training spends epsilon on the same data, and its model is not kept.
+    With --spend, trains once more, with canaries that fair coins put into the data, and guesses the coins. The exit
+    code is 1 if the ledger's claim is rejected. The audited training spends epsilon on the same data, and its model is
+    not kept. Without --spend nothing is trained: the command says what the audit would spend.
 
     With --loop, tests a training loop of any library from outside, on data of the audit's own.
     """
     if loop is not None:
         options = {"RUN": run, "--canaries": canaries, "--score": score, "--delta": delta, "--epochs": epochs}
+        options["--spend"] = spend or None
         _of_loop(loop, {**options, "--scores": scores, "--out": out}, significance, as_json)
     if run is None:
         raise ValueError("audit: name a RUN, or a loop of any library by --loop package.module:function.")
@@ -113,6 +120,8 @@ def audit(
         folder = out
     else:
         folder = out or _default_folder(run)
+        if not spend:
+            raise ValueError(_price_of(run))
         result = _of_training(run, canaries, score, significance, delta, epochs, folder)
     content = result.as_json()
     lines = page.lines(content)
@@ -149,6 +158,26 @@ def _of_loop(loop: str, others: dict[str, Any], significance: float | None, as_j
     lines += [(test.name, f"p = {test.p_value:.2g}") for test in result.tests]
     print_result(content, lines + [("mistake", text) for text in content["mistakes"]], as_json)
     raise typer.Exit(REJECTED if result.is_rejected else 0)
+
+
+def _price_of(run: str) -> str:
+    """Returns what an audit of this run would spend, in words; refuses what cannot be audited."""
+    from torch_privacy.cli.subjects import is_factory
+    from torch_privacy.experiments.auditing import subject_of
+    from torch_privacy.privacy.rounding import round_up
+    from torch_privacy.runs.folder import RunFolder
+
+    price = "the epsilon of one more training"
+    if not is_factory(run):
+        subject_of(run)
+        folder = RunFolder(Path(run))
+        if folder.results.exists() and "privacy" in (results := folder.read_results()):
+            stated = results["privacy"]
+            price = f"epsilon {round_up(stated['epsilon']['high'])} at delta = {stated['delta']:g} once more"
+    return (
+        f"audit: nothing was trained. An audit trains again, with canaries, on the same data, and spends {price}; that "
+        "adds to what they have spent. To do so, add --spend. To spend nothing, test scores of your own with --scores"
+    )
 
 
 def _default_folder(run: str) -> Path:

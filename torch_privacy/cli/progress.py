@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from torch_privacy.cli._shared import new_console
 from torch_privacy.privacy.summary import round_up
 from torch_privacy.runs.metrics import Progress as Step
 
@@ -31,7 +32,7 @@ def run_to_end(run: Run, signals: DeferredSignals, *, silent: bool) -> bool:
 
     Several processes stop together, whichever got the signal.
     """
-    with TrainingDisplay(Console(stderr=True), silent=silent) as display:
+    with TrainingDisplay(new_console(stderr=True), silent=silent) as display:
         for progress in run.steps():
             display.show(progress, run.epsilon_high)
             if agreed := run.agreed(signals.received):

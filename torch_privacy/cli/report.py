@@ -2,6 +2,7 @@
 """Provides ``report``, which writes one page on several runs, and the model card of a training."""
 
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,14 +39,11 @@ class _WithCard(TyperCommand):
     """Lets ``--model-card`` stand without a file: only a word that ends in .md belongs to it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        following = [*args[1:], ""]
-        return super().parse_args(
-            ctx,
-            [
-                f"{CARD}=" if word == CARD and not after.endswith(CARD_ENDING) else word
-                for word, after in zip(args, following, strict=True)
-            ],
-        )
+        words = [
+            f"{CARD}=" if word == CARD and not after.endswith(CARD_ENDING) else word
+            for word, after in pairwise([*args, ""])
+        ]
+        return super().parse_args(ctx, words)
 
 
 @app.command(cls=_WithCard)

@@ -44,7 +44,7 @@ from torch_privacy.runs.folder import RunFolder, published
 from torch_privacy.runs.metrics import Log, Progress
 from torch_privacy.support.ranks import Ranks
 from torch_privacy.training.machine import number_of_threads
-from torch_privacy.training.run_writer import fingerprint_in, size_of, write_run
+from torch_privacy.training.run_writer import fingerprint_in, size_of, try_page, write_run
 from torch_privacy.training.saved_model import weights_of
 from torch_privacy.training.secret_file import check_parts, load_parts
 
@@ -129,6 +129,7 @@ class Run:
 
     @classmethod
     def _build(cls, ranks: Ranks, folder: RunFolder, experiment: str, settings: Settings, task: Task) -> Run:
+        _first(ranks, "tries to draw", lambda: try_page(folder))
         torch.manual_seed(settings.seed)  # for dropout and the like; never for the batches or the noise
         training = new_training(settings, task, folder)
         average = new_average(task, unwrapped(training.model), training.optimizer)

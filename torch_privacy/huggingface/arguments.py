@@ -19,7 +19,7 @@ from ..mechanisms.scheduled import Scheduled
 from ..sampling.examples import Examples
 from ..support.validate import Refused
 from ..training import PrivateTraining
-from ..training.old_spelling import refuse_moved
+from ..training.old_spelling import hint_for, refuse_moved
 from ..training.performance import USUAL, Performance
 from ..training.sampling import sampling_of
 from ..training.schedule import number_of_steps
@@ -48,7 +48,8 @@ def checked_privacy(privacy: Mapping[str, Any], args: TrainingArguments) -> dict
         )
     refuse_moved(WHERE, {k: v for k, v in privacy.items() if k not in SET_BY_TRAINER}, "train_dataset")
     wrong = [f"{name!r} (set by {SET_BY_TRAINER[name]})" for name in privacy if name in SET_BY_TRAINER]
-    wrong += [f"{name!r}" for name in privacy if name not in SET_BY_TRAINER and name not in ALLOWED]
+    unknown = [name for name in privacy if name not in SET_BY_TRAINER and name not in ALLOWED]
+    wrong += [f"{name!r}{hint_for(name, ALLOWED)}" for name in unknown]
     if wrong:
         raise ValueError(f"{WHERE}: privacy has {', '.join(wrong)}. Allowed: {', '.join(ALLOWED)}.")
     privacy, ranks = dict(privacy), args.world_size

@@ -20,6 +20,7 @@ from ..support.validate import Refused
 from ..support.write_file import PUBLIC, write_whole
 from ..training import PrivateTraining
 from .checkpoints import Secrets, saved_step
+from .publishing import TAG, add_to_card, public_logs, sends_away, without_exact_numbers
 
 WHERE = "PrivateTrainer"
 STATEMENT = "privacy.json"
@@ -64,13 +65,24 @@ class TrainerReporting(Trainer):
         return self.training
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Logs; the exact loss on the training data says that it is not private, and epsilon stands beside it."""
+        """Logs; the exact loss on the training data says that it is not private, and epsilon stands beside it.
+
+        Integrations of transformers (Weights & Biases, MLflow, ...) get epsilon and no exact statistics.
+        """
         for name in ("loss", "train_loss"):
             if name in logs:
                 logs[LOSS] = logs.pop(name)
                 if self.training is not None and (delta := self.training.settings.delta) is not None:
                     logs["epsilon"] = self.training.profile_at_step().epsilon(delta).high
-        super().log(logs, start_time)
+        handler = self.callback_handler
+        everyone = handler.callbacks
+        handler.callbacks = [one for one in everyone if not sends_away(one)]
+        try:
+            super().log(logs, start_time)
+            handler.callbacks = [one for one in everyone if sends_away(one)]
+            self.control = handler.on_log(self.args, self.state, self.control, public_logs(logs))
+        finally:
+            handler.callbacks = everyone
 
     def evaluate(self, *args: Any, **named: Any) -> dict[str, float]:
         """Evaluates as ``Trainer`` does; the run folder gets the scores after training."""
@@ -85,9 +97,16 @@ class TrainerReporting(Trainer):
             self.training.write_run(scores)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
+        self.store_flos()
+        with without_exact_numbers(self.state):
+            super()._save_checkpoint(model, trial)
         if self.training is not None and not self.args.save_only_model:
             self._secrets.save(self.training, self.state.global_step)
+
+    def save_state(self) -> None:
+        """Saves the Trainer's state in ``output_dir``, without exact statistics of the training data."""
+        with without_exact_numbers(self.state):
+            super().save_state()
 
     def _save_start(self) -> None:
         """Saves what a training needs to go on that is stopped before its first checkpoint; before its first release.
@@ -125,6 +144,18 @@ class TrainerReporting(Trainer):
             content = json.dumps(self.privacy_statement(), indent=2, allow_nan=False).encode()
             folder = Path(output_dir or str(self.args.output_dir))
             write_whole(folder / STATEMENT, lambda file: file.write(content), PUBLIC)
+            add_to_card(folder, self.privacy_statement())  # PEFT writes one with its adapters
+
+    def create_model_card(
+        self, language: str | None = None, license: str | None = None, tags: Any = None, *others: Any, **named: Any
+    ) -> None:
+        """Writes the model card as ``Trainer`` does, with the guarantee of the training; `push_to_hub` uploads it."""
+        statement = None if self.training is None else self.privacy_statement()
+        if statement is not None and statement["private"]:
+            tags = [*([tags] if isinstance(tags, str) else tags or ()), TAG]
+        super().create_model_card(language, license, tags, *others, **named)
+        if statement is not None and self.is_world_process_zero():
+            add_to_card(Path(str(self.args.output_dir)), statement)
 
     def _load_best_model(self) -> None:
         with self._begun().loading_released_weights():

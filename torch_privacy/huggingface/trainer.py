@@ -22,6 +22,8 @@ from ..training import PrivateTraining
 from .arguments import check_parts, checked_arguments, checked_examples, checked_privacy, sampled, steps_of
 from .checkpoints import Secrets, saved_step
 from .losses import per_example_loss
+from .misuse import refuse_misplaced, refuse_trl, warn_if_swamped
+from .publishing import check_trackers
 from .reporting import WHERE, TrainerReporting
 
 if not hasattr(Trainer, "_run_epoch"):
@@ -64,7 +66,10 @@ class PrivateTrainer(TrainerReporting):
           ``run_folder/secret/checkpoint-K.safetensors``, with mode 0600, and are deleted after the last step. A
           training that is stopped before it keeps them, to go on: delete the folder ``secret`` if it never will.
         - ``train(resume_from_checkpoint=...)`` goes on with the same batches and noise, or refuses.
-        - The loss on training data is exact, and logged as ``train_loss_not_private``, next to ``epsilon``.
+        - The loss on training data is exact, and logged as ``train_loss_not_private``, next to ``epsilon``. No exact
+          statistic of the training data reaches an integration of transformers (Weights & Biases, MLflow, ...) or a
+          checkpoint, which may be uploaded.
+        - The model card says what the privacy statement says.
 
     Raises:
         Refused: an argument makes the loss of an example depend on others or changes releases (label smoothing,
@@ -81,6 +86,8 @@ class PrivateTrainer(TrainerReporting):
         privacy: Mapping[str, Any],
         **named: Any,
     ):
+        refuse_trl(type(self), args)
+        refuse_misplaced(named)
         args = checked_arguments(TrainingArguments(output_dir="tmp_trainer") if args is None else args)
         self._privacy = checked_privacy(privacy, args)
         self._secrets = Secrets(self._privacy.get("run_folder"), str(args.output_dir))
@@ -171,6 +178,8 @@ class PrivateTrainer(TrainerReporting):
                 "train(resume_from_checkpoint=True) to continue it. In another run_folder its releases count, too: "
                 "pass privacy=dict(prior_releases=privacy.Ledger.load(PATH).releases)."
             )
+        check_trackers(self.callback_handler.callbacks)
+        warn_if_swamped(training)
         self._steps = training.steps()
         self._hooks = [
             training.optimizer.register_step_pre_hook(lambda *_: self._call("on_pre_optimizer_step")),

@@ -21,7 +21,7 @@ except ImportError as error:
 
 from ..support.validate import Refused
 from ..training import PrivateTraining
-from ..training.old_spelling import refuse_moved
+from ..training.old_spelling import hint_for, refuse_moved
 from ..training.secret_file import SecretFolder, load_secret
 from .checks import WHERE, check_trainer, steering_metrics
 from .stand_ins import KeptLogs, LoaderStandIn, PrivateOptimization, let_steps_pass
@@ -76,7 +76,10 @@ class PrivateFit(Callback):
             if name in TAKEN:
                 raise ValueError(f"{WHERE}: leave out {name}=, which comes from Trainer, module and train DataLoader.")
             if name not in known:
-                raise ValueError(f"{WHERE}: {name}= must be a keyword of PrivateTraining: {', '.join(sorted(known))}.")
+                raise ValueError(
+                    f"{WHERE}: {name}= must be a keyword of PrivateTraining{hint_for(name, known)}: "
+                    f"{', '.join(sorted(known))}."
+                )
         if "expected_batch_size" not in privacy:
             raise ValueError(f"{WHERE}: expected_batch_size= is missing, the mean size of the Poisson batches.")
         self._privacy, self._folder = privacy, privacy.get("run_folder")

@@ -6,15 +6,15 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from io import StringIO
-from typing import Any
-
-from rich.console import Console, ConsoleOptions, Group, RenderResult
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from ..jacobian.rows.operator import PlanRow
 from ..support.validate import Refused
+
+if TYPE_CHECKING:  # a training imports this module, and needs rich for nothing
+    from rich.console import Console, ConsoleOptions, Group, RenderResult
+    from rich.measure import Measurement
+    from rich.table import Table
 
 ANY_WIDTH = 10_000  # columns; wider than any table
 EXACT, REFUSED, NOT_CHECKED = "exact", "refused", "not checked"
@@ -102,6 +102,9 @@ class Checkup:
 
 def checkup_view(checkup: Checkup, *, prices: bool = False) -> Group:
     """Returns a line per parameter, the problems and the notes; with ``prices`` also the costs of the plan."""
+    from rich.console import Group
+    from rich.text import Text
+
     n, count = checkup.num_examples, len(checkup.problems)
     of_what = f"{len(checkup.verdicts)} parameters" + (f", a batch of {n} examples" if n else "")
     outcome = f"{count or 'no'} problem{'s' * (count > 1)} found"
@@ -119,9 +122,13 @@ class _Verdicts:
         self._rows = [_cells(checkup, verdict, prices) for verdict in checkup.verdicts]
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement
+
         return Measurement(1, Measurement.get(console, options.update(width=ANY_WIDTH), self._table()).maximum)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
         if self.__rich_measure__(console, options).maximum <= options.max_width:
             yield self._table()
             return
@@ -131,6 +138,9 @@ class _Verdicts:
             yield _paragraph("    ", "; ".join((row["verdict"][0], *named[1:-1])))
 
     def _table(self) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for name in self._rows[0]:
             table.add_column(name, justify="right" if name in ("flops", "memory") else "left", no_wrap=True)
@@ -159,6 +169,9 @@ def _si(number: float) -> str:
 
 def _paragraph(label: str, text: str) -> Table:
     """Returns text behind a label, with further lines aligned."""
+    from rich.table import Table
+    from rich.text import Text
+
     grid = Table.grid()
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -168,6 +181,8 @@ def _paragraph(label: str, text: str) -> Table:
 
 def _text(checkup: Checkup) -> str:
     """Returns the view as plain text for print and logs: 100 columns wide, or as wide as the table."""
+    from rich.console import Console
+
     plain = {"color_system": None, "force_terminal": False, "legacy_windows": False}
     console = Console(file=StringIO(), width=ANY_WIDTH, **plain)
     table = _Verdicts(checkup, prices=False)

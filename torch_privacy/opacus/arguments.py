@@ -15,6 +15,7 @@ from ..mechanisms.clipping import Adaptive, ClippingRule, Flat, Groups
 from ..mechanisms.scheduled import Scheduled
 from ..support.validate import Refused, one_of, whole
 from ..training.old_spelling import refuse_moved
+from .grad_sample.functorch import make_functional
 from .optimizers import DPOptimizer
 from .run import PrivateLoader
 
@@ -67,6 +68,8 @@ class Given:
         check_kept(self.poisson_sampling, self.noise_generator)
         if isinstance(self.optimizer, DPOptimizer):  # of an earlier call
             self.optimizer = self.optimizer.original_optimizer
+        if self.grad_sample_mode == "no_op":
+            make_functional(self.module)
         one_of(WHERE, ("hooks", "ew", "functorch", "ghost", "ghost_fsdp"), grad_sample_mode=self.grad_sample_mode)
         one_of(WHERE, ("mean", "sum"), loss_reduction=self.loss_reduction)
         one_of(WHERE, ("flat", "per_layer", "adaptive"), clipping=self.clipping)

@@ -207,6 +207,8 @@ class PrivacyEngine(Checkpointing):
             batch_first=given.batch_first,
         )
         self.accountant.runs.append(run)
+        # For `model._module` of programs: an alias in the instance, which is no submodule and enters no state_dict.
+        given.module.__dict__["_module"] = given.module
         first, loader = given.module if given.wrap_model else Hooks(), PrivateLoader(run, loader)
         if "ghost" in given.grad_sample_mode:
             criterion = nn.CrossEntropyLoss() if given.criterion is None else given.criterion

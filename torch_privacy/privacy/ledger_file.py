@@ -328,7 +328,7 @@ def _rename_to_new(partial: Path, path: Path) -> None:
 
 def _opened(path: Path, create: bool, read_only: bool) -> int:
     """Returns a descriptor of the file itself: a symbolic link may lead to a file that is no ledger."""
-    flags = os.O_RDONLY | os.O_NONBLOCK if read_only else os.O_RDWR | os.O_APPEND
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) if read_only else os.O_RDWR | os.O_APPEND
     try:
         return os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0) | UNFOLLOWED, PUBLIC)
     except OSError as error:

@@ -4,8 +4,10 @@
 from dataclasses import dataclass, field
 from math import inf
 
+from ..support.notebook import html_table
 from .bracket import Bracket
 from .compose import Profile
+from .rounding import round_up
 from .summary import attacker_as_json, attacker_lines
 
 NOT_PRIVATE = "NOT PRIVATE (test_seed fixes noise and batches, so anyone can take the noise off)"
@@ -45,6 +47,18 @@ class Spent:
 
     def __str__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:
+        """Returns a table for a notebook; it computes nothing."""
+        rows = [("spent", self.text)]
+        if not self.is_public and self.planned != self.epsilon:
+            rows.append(
+                ("all planned steps", f"epsilon at most {round_up(self.planned.high)} at delta = {self.delta:g}")
+            )
+        if self.unit:
+            rows.append(("unit of privacy", self.unit))
+        rows += [("not covered", text) for text in self.not_covered]
+        return html_table("Privacy", rows)
 
     def __float__(self) -> float:
         """Returns ``epsilon.high``, the certified upper bound for the steps made; infinity for what is not private."""

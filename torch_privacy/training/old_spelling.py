@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -19,14 +19,34 @@ MOVED = {  # old keyword -> where it is now
 }
 
 
+ELSEWHERE = {  # name in another library -> what it is here
+    **dict.fromkeys(("max_grad_norm", "l2_norm_clip", "l2_clip_norm", "clip_norm"), "clipping=tp.Flat(clip_norm=...)"),
+    **dict.fromkeys(("epsilon", "target_eps", "eps"), "target_epsilon=..."),
+    **dict.fromkeys(("target_delta",), "delta=..."),
+    **dict.fromkeys(("sigma", "noise", "noise_scale", "stddev"), "noise_multiplier=..."),
+    **dict.fromkeys(("batch_size", "lot_size", "logical_batch_size"), "expected_batch_size=..."),
+    **dict.fromkeys(("sample_rate", "sampling_rate", "sampling_probability"), "expected_batch_size=q * n"),
+    **dict.fromkeys(("steps", "max_steps"), "num_steps=..."),
+    **dict.fromkeys(
+        ("max_physical_batch_size", "physical_batch_size"), "performance=tp.Performance(microbatch_size=...)"
+    ),
+}
+
+
+def hint_for(name: str, known: Collection[str]) -> str:
+    """Returns what an unknown keyword may have meant, in parentheses; empty if nothing is near."""
+    if name in ELSEWHERE:
+        return f" (here it is {ELSEWHERE[name]})"
+    close = get_close_matches(name, known, 1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
 def refuse_unknown(function: Callable[..., Any], where: str, clipping: Any, unknown: Mapping[str, Any]) -> None:
     """Raises a ``TypeError`` for keywords that the function does not have; for former ones with the new spelling."""
     others = [name for name in unknown if name not in MOVED]
     if others:
         known = [p.name for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
-        close = get_close_matches(others[0], known, 1)
-        hint = f". Did you mean {close[0]!r}?" if close else ""
-        raise TypeError(f"{where}() got an unexpected keyword argument {others[0]!r}{hint}")
+        raise TypeError(f"{where}() got an unexpected keyword argument {others[0]!r}{hint_for(others[0], known)}")
     if unknown:
         raise TypeError(f"{where}: {moved(unknown, clipping)}")
 

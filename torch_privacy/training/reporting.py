@@ -12,6 +12,7 @@ from torch import nn
 from .. import privacy
 from ..mechanisms.base import ClippedSum
 from ..mechanisms.clipping import ClippingRule
+from ..support.notebook import html_table
 from ..support.validate import Refused, whole
 from .resuming import Resuming
 from .run_files import LOSSES_NOT_COVERED, Scores, checked_scores
@@ -29,6 +30,27 @@ class Reporting:
     _state: State
     _runs: StepRun
     _resuming: Resuming
+
+    def __repr__(self) -> str:
+        return f"PrivateTraining({', '.join(f'{name}: {text}' for name, text in self._described())})"
+
+    def _repr_html_(self) -> str:
+        """Returns a table for a notebook: model, steps, settings, and epsilon so far if there is a delta."""
+        rows = self._described()
+        if self._setup.settings.delta is not None:
+            rows.append(("spent", str(self.spent())))
+        return html_table("PrivateTraining", rows)
+
+    def _described(self) -> list[tuple[str, str]]:
+        """Returns what the training is, in words, at no cost."""
+        settings, unit = self._setup.settings, self._setup.settings.unit
+        return [
+            ("model", type(self._setup.given).__name__),
+            ("steps", f"{self._state.step} of {settings.num_steps}"),
+            ("batches", f"{settings.expected_batch_size:g} of {settings.num_units:,} {unit}s on average"),
+            ("clipping", str(settings.clipping)),
+            ("noise multiplier", f"{settings.noise_at(self._state.step):.6g}"),
+        ]
 
     @property
     def event(self) -> privacy.Event:

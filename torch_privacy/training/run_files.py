@@ -25,7 +25,7 @@ from .draws import Share
 from .listeners import Listener
 from .losses import Losses
 from .run_settings import LONGEST_NAME, name_of
-from .run_writer import fingerprint_in, size_of, write_page, write_run
+from .run_writer import fingerprint_in, size_of, try_page, write_page, write_run
 from .settings import TrainingSettings
 
 WHERE = "PrivateTraining"
@@ -84,6 +84,7 @@ class RunFiles(Listener):
         In a folder with releases it is written at the next one: the old file belongs to what was written before.
         """
         assert self.folder is not None
+        try_page(self.folder)
         if self.is_written and not self.folder.report.exists():  # the process was killed before its last file
             write_page(self.folder)
         self._settings_to_write = written

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from ..runs.folder import RunFolder
@@ -39,6 +41,26 @@ def write_run(
 def size_of(settings: TrainingSettings, ranks: Ranks) -> dict[str, int]:
     """Returns the entries of results on size: of the data, and the number of processes if there are several."""
     return {**({"ranks": ranks.size} if ranks.size > 1 else {}), **settings.public_size()}
+
+
+def try_page(folder: RunFolder) -> None:
+    """Draws a trial figure before the first step; warns if there can be no report, and says what to do."""
+    try:
+        import_module("torch_privacy.runs.report.render")  # what `write_page` needs
+        _draw_nothing()
+    except Exception as error:  # of any kind, as in `write_page`
+        cause = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+        warn(
+            f"{folder.path}: this run will have no report, because nothing can be drawn here ({cause}). The training "
+            "goes on, and all its other files are written. Repair matplotlib (pip install --force-reinstall "
+            f"matplotlib), and make the report afterwards: torch-privacy report {folder.path}"
+        )
+
+
+def _draw_nothing() -> None:
+    from matplotlib.figure import Figure
+
+    Figure().savefig(io.BytesIO(), format="svg")
 
 
 def write_page(folder: RunFolder) -> None:
