@@ -32,6 +32,7 @@ _LIBRARIES = tuple({*_PATHS, *site.getsitepackages(), site.getusersitepackages()
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
 _NUMBERS = (int, float, str, bytes, complex, np.generic, type(None))
+_CACHED = type(functools.cache(len))
 _SIMPLE = (Tensor, np.ndarray, *_NUMBERS)
 _DATA = (*_SIMPLE, *_CONTAINERS)
 _OF_OPTIMIZER = ("defaults", "param_groups", "state")  # made of settings, and of released gradients
@@ -118,11 +119,8 @@ def _is_flat(container: Any) -> bool:
 
 
 def is_cached(function: Any) -> bool:
-    """True for what ``functools.cache`` returns."""
-    try:
-        return hasattr(function, "cache_clear") and isinstance(getattr(function, "__wrapped__", None), FunctionType)
-    except Exception:  # raised by an object that looks attributes up by code of its own
-        return False
+    """True for what ``functools.cache`` returns. By type: to ask an object for an attribute may run code of its own."""
+    return isinstance(function, _CACHED) and isinstance(function.__wrapped__, FunctionType)
 
 
 def is_table(value: Any) -> bool:
