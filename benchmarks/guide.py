@@ -237,7 +237,8 @@ def draw_peers(log: accuracy.Log) -> None:
         axes.set_xticks(EPSILONS, [f"{epsilon:g}" for epsilon in EPSILONS])
         axes.set_xlabel("epsilon", fontsize=11)
         axes.set_ylabel("test accuracy, %", fontsize=11)
-        axes.legend(fontsize=10, frameon=False)
+        axes.set_ylim(92, 94.5)
+        axes.legend(fontsize=10, frameon=False, loc="upper left")
         figures.save(figure, PICTURES / "first.svg")
 
 
