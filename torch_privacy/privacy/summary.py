@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torch_privacy import privacy
-from torch_privacy.privacy.events.base import releases_to_json
+from torch_privacy.privacy.events.base import chosen_fields, releases_to_json
 from torch_privacy.privacy.rounding import round_down, round_up, scientific
 from torch_privacy.support.validate import InvalidValue, Refused
 
@@ -167,7 +167,7 @@ def _release_lines(releases: Releases) -> list[tuple[str, str]]:
     """Returns neighboring relation, sampler and releases as lines of a table."""
     profile, steps = privacy.compose(releases), equal_steps(releases)
     if steps is None:
-        sampler, released = profile.sampler, "; ".join(f"{count} x {event!r}" for event, count in releases)
+        sampler, released = profile.sampler, "; ".join(f"{count} x {_in_brief(event)}" for event, count in releases)
     else:
         sampler = f"{profile.sampler}, probability {steps[1]:.6g} a step"
         released = f"{steps[2]} steps at noise multiplier {steps[0]:.6g}"
@@ -176,6 +176,15 @@ def _release_lines(releases: Releases) -> list[tuple[str, str]]:
         ("sampler", sampler),
         ("releases", released),
     ]
+
+
+def _in_brief(event: privacy.Event) -> str:
+    """Returns an event with numbers of six digits, without its neighboring relation, which has a line of its own."""
+    fields = {name: value for name, value in chosen_fields(event).items() if name != "neighboring_relation"}
+    shown = [
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value!r}" for name, value in fields.items()
+    ]
+    return f"{type(event).__name__}({', '.join(shown)})"
 
 
 def attacker_as_json(profile: privacy.Profile) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class Event:
 
     def __repr__(self) -> str:
         """Returns what Python prints for a dataclass, without the fields left at their default."""
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in _chosen(self).items())})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in chosen_fields(self).items())})"
 
     def dominating_pair(self) -> "DominatingPair | PairBounds":
         """Returns the pair of distributions that prices the event, or bounds on it; `priced` states it."""
@@ -217,10 +217,10 @@ def event_to_dict(event: Event) -> dict[str, Any]:
         {'type': 'Gaussian', 'noise_multiplier': 2.0}
     """
     one_of("event_to_dict", EVENTS, type=type(event).__name__)
-    return {"type": type(event).__name__, **{name: _plain(value) for name, value in _chosen(event).items()}}
+    return {"type": type(event).__name__, **{name: _plain(value) for name, value in chosen_fields(event).items()}}
 
 
-def _chosen(event: Event) -> dict[str, Any]:
+def chosen_fields(event: Event) -> dict[str, Any]:
     """Returns the fields that differ from their default or have no default."""
     values = {field: getattr(event, field.name) for field in fields(event)}  # pyright: ignore[reportArgumentType]
     return {field.name: value for field, value in values.items() if value != field.default}
