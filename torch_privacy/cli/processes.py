@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides what a command needs where torchrun started several processes of it: rank 0 leads, the others follow.
 
-Rank 0 runs the command as one process would. For each training it opens a process group and tells the others by the
-launcher's key-value store which run to start or resume; they join it and are silent. At its end it tells them its exit
-code. So a mistake is said once, and nothing has to be parsed twice.
+Rank 0 runs the command as one process would. For each training it opens a process group, and says to the others by
+the launcher's key-value store which run to start or resume; they join it and are silent. At its end it sends them its
+exit code. So a mistake is said once, and nothing has to be parsed twice.
 """
 
 from __future__ import annotations

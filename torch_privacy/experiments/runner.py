@@ -165,8 +165,8 @@ class Run:
 
     def agreed(self, signal: int | None) -> int | None:
         """Returns the signal that this or another rank has received: the same on all ranks, which call it together."""
-        told = self.ranks.exchange("goes on", payload=bytes([signal or 0]))
-        return max(message[0] for message in told) or None
+        sent = self.ranks.exchange("goes on", payload=bytes([signal or 0]))
+        return max(message[0] for message in sent) or None
 
     def _save(self, sums: dict[str, Any]) -> None:
         state = self._state()

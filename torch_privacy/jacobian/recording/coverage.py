@@ -101,7 +101,7 @@ def _storage(t: Tensor) -> Any:
 class _Places:
     """Numbers the places in the code that call torch: six frames of the stack, enough to tell apart two layers.
 
-    A place is told by its functions and the positions of the calls in their source, not in their bytecode: Python
+    A place is known by its functions and the positions of the calls in their source, not in their bytecode: Python
     compiles the condition of a ``while`` loop twice, and a lambda in a loop anew each time.
     """
 

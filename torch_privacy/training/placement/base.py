@@ -74,7 +74,7 @@ class Placement(ABC):
     def meet(self, place: str, payload: bytes = b"") -> list[bytes]:
         """Waits for the other ranks if they wait for each other inside of the model; raises what one has found.
 
-        Returns what each rank told, in order; only the own ``payload`` if none waits.
+        Returns what each rank sent, in order; only the own ``payload`` if none waits.
         """
         return self.ranks.exchange(place, payload=payload) if self.waits_inside else [payload]
 
