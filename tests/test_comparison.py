@@ -3,12 +3,15 @@
 
 import importlib
 import re
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("comparison_points", "comparison_measures")  # a false sentence shows both sides' values
+PROGRAMS = "comparison_points", "comparison_measures"
+if not sys.modules.keys() & set(PROGRAMS):  # pytest imports this file twice, for its doctests, too
+    pytest.register_assert_rewrite(*PROGRAMS)  # a false sentence shows both sides' values
 points = importlib.import_module("comparison_points")
 importlib.import_module("comparison_measures")  # adds its points
 PAGE = (Path(__file__).parents[1] / "docs" / "comparison.md").read_text()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The group of the messages between ranks, beside what tests/training/test_ranks_*.py show of them in a training."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,11 @@ THREADS = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="count
 
 
 def num_threads_of_gloo() -> int:
-    return sum("gloo" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            names.append((task / "comm").read_text())
+    return sum("gloo" in name for name in names)
 
 
 def closed(rank: int) -> list[int]:

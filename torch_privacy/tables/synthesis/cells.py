@@ -40,7 +40,7 @@ class ColumnGrid:
     Example:
         >>> import pandas as pd
         >>> columns = Column("age", "number", (0, 64)), Column("city", "category", categories=("Rome",))
-        >>> grid = Grid(Schema(columns, target=""))
+        >>> grid = ColumnGrid(Schema(columns, target=""))
         >>> codes = grid.encode(pd.DataFrame({"age": ["33", "0", "?"], "city": ["Rome", "Oslo", ""]}))
         >>> grid.sizes, codes.tolist()
         ((34, 3), [[17, 2], [33, 1], [0, 0]])
