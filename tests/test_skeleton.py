@@ -142,6 +142,7 @@ print(training.spent().epsilon.high > 0)
 """
 
 
+@pytest.mark.thorough
 def test_a_training_needs_neither_the_command_nor_its_page(tmp_path):
     call = [sys.executable, "-c", WITHOUT_PAGES, str(tmp_path / "run")]
     done = subprocess.run(call, capture_output=True, text=True, check=False, cwd=tmp_path)

@@ -82,6 +82,7 @@ def test_mistakes_are_refused_in_a_sentence(arguments, message, folder, capsys):
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schema", [[], ["--schema", "schema.toml"]], ids=["learnt", "declared"])
 def test_the_statement_says_that_the_shape_of_the_file_was_read(folder, schema):
     made = ["--epsilon", "3", "--target", "income", "--generator", "mst", "--no-page", "--run", "r"]

@@ -125,6 +125,7 @@ def test_model_cards_say_what_the_statement_says(adapters, tmp_path):
     assert not any(f"{loss:.4f}" in card for loss in exact_numbers_in(trainer))
 
 
+@pytest.mark.thorough
 def test_a_card_without_privacy_says_so(tmp_path):
     trainer = trainer_of(tmp_path, bert(), encoded(), padding())  # with a test_seed
     trainer.train()
@@ -167,6 +168,7 @@ def test_trl_is_refused_with_the_way_to_the_same_loss(name, cure, tmp_path):
         trainer(bert(), arguments(tmp_path), privacy=PRIVACY)
 
 
+@pytest.mark.thorough
 def test_noise_that_swamps_the_signal_is_warned_of(tmp_path, caplog):
     def trained(noise, steps):
         with caplog.at_level(logging.WARNING):

@@ -273,6 +273,7 @@ def test_owners_are_capped_and_priced_as_persons(tmp_path):
     assert "num_examples" not in statement
 
 
+@pytest.mark.thorough
 def test_a_run_draws_from_the_budget_of_the_data(tmp_path):
     import torch_privacy as tp
 
