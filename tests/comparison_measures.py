@@ -214,10 +214,10 @@ def batches_once_an_epoch() -> None:
 
 @of(OPACUS)
 def short_trainings() -> None:
-    """Better there: its first ten steps make a third of our calls of torch; our later steps make fewer than its own."""
+    """Better there: its first ten steps make under half of our calls of torch; our later steps make fewer than its."""
     theirs = [watch.calls for watch in opacus_steps(wide_network(), WIDE, 40)]
     ours = [watch.calls for watch in our_steps(wide_network(), WIDE, 40)]
-    assert sum(ours[:10]) > 3 * sum(theirs[:10])
+    assert sum(ours[:10]) > 2 * sum(theirs[:10])
     assert median(ours[20:]) < median(theirs[20:])
 
 
