@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import torch
 from sklearn.ensemble import HistGradientBoostingClassifier
-from tables import adult, digits, made
+from tables_tuning import adult, digits, made
 
 from torch_privacy import tables
 from torch_privacy.tables.synthesis import GeneratorRun, SynthesisSettings

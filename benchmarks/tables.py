@@ -121,6 +121,31 @@ def without_privacy(frame: pd.DataFrame, target: str, train: Any, test: Any) -> 
     return found
 
 
+def trained(
+    data: Any, held_out: Any, schema: Any, choice: Any, epsilon: float, releases: Any, seed: int = 0
+) -> tuple[torch.Tensor, tp.PrivateTraining]:
+    """Trains by the defaults for a table; returns the averaged model's outputs for held-out rows, and the training."""
+    torch.manual_seed(seed)
+    model = tables.new_model(schema, choice.hidden_units)
+    optimizer = choice.new_optimizer(model)
+    average = tp.MovingAverage(model, optimizer, choice.average)
+    training = tp.PrivateTraining(
+        model,
+        optimizer,
+        data.dataset(),
+        expected_batch_size=choice.expected_batch_size,
+        num_steps=choice.num_steps,
+        clipping=tp.Flat(choice.clip_norm),
+        target_epsilon=epsilon,
+        delta=choice.delta,
+        prior_releases=releases,
+    )
+    for inputs, targets in training:
+        training.step(tables.losses(model(inputs), targets))
+    with torch.no_grad():
+        return average.model(held_out.inputs), training
+
+
 def private(frame: pd.DataFrame, target: str, train: Any, test: Any, epsilon: float, seed: int) -> dict[str, Any]:
     """Returns the scores of a private training, with everything but the target's task learnt."""
     is_number = "number" in frame.attrs["name"]
@@ -134,25 +159,7 @@ def private(frame: pd.DataFrame, target: str, train: Any, test: Any, epsilon: fl
     learnt = tables.learn(text.iloc[train], schema, epsilon=share * epsilon, delta=share * choice.delta)
     encoder = tables.Encoder(learnt.schema)
     data, held_out = encoder.encode(text.iloc[train]), encoder.encode(text.iloc[test])
-    torch.manual_seed(seed)
-    model = tables.new_model(learnt.schema, choice.hidden_units)
-    optimizer = choice.new_optimizer(model)
-    average = tp.MovingAverage(model, optimizer, choice.average)
-    training = tp.PrivateTraining(
-        model,
-        optimizer,
-        data.dataset(),
-        expected_batch_size=choice.expected_batch_size,
-        num_steps=choice.num_steps,
-        clipping=tp.Flat(choice.clip_norm),
-        target_epsilon=epsilon,
-        delta=choice.delta,
-        prior_releases=learnt.releases,
-    )
-    for inputs, targets in training:
-        training.step(tables.losses(model(inputs), targets))
-    with torch.no_grad():
-        outputs = average.model(held_out.inputs)
+    outputs, _ = trained(data, held_out, learnt.schema, choice, epsilon, learnt.releases, seed)
     if is_number:
         predicted = encoder.predictions(outputs)["prediction"].to_numpy()
         return tables.scores_of_numbers(predicted, frame[target].iloc[test].to_numpy(float))

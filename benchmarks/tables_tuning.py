@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import torch
 from sklearn.compose import make_column_transformer
 from sklearn.datasets import load_digits
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
@@ -24,8 +23,8 @@ from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
+from tables import trained
 
-import torch_privacy as tp
 from torch_privacy import tables
 from torch_privacy.data import load_adult
 from torch_privacy.data.adult_csv import STARTS
@@ -155,25 +154,7 @@ def private(frame: pd.DataFrame, target: str, declared, train, test, epsilon: fl
         schema = tables.Schema(tuple(map(declared, table)), target, "classification")
     encoder = tables.Encoder(schema)
     data, held_out = encoder.encode(table.iloc[train]), encoder.encode(table.iloc[test])
-    torch.manual_seed(0)
-    model = tables.new_model(schema, choice.hidden_units)
-    optimizer = choice.new_optimizer(model)
-    average = tp.MovingAverage(model, optimizer, choice.average)
-    training = tp.PrivateTraining(
-        model,
-        optimizer,
-        data.dataset(),
-        expected_batch_size=choice.expected_batch_size,
-        num_steps=choice.num_steps,
-        clipping=tp.Flat(choice.clip_norm),
-        target_epsilon=epsilon,
-        delta=choice.delta,
-        prior_releases=releases,
-    )
-    for inputs, targets in training:
-        training.step(tables.losses(model(inputs), targets))
-    with torch.no_grad():
-        outputs = average.model(held_out.inputs)
+    outputs, training = trained(data, held_out, schema, choice, epsilon, releases)
     known = held_out.has_target
     if schema.task == "regression":
         predicted = encoder.predictions(outputs)["prediction"].to_numpy()

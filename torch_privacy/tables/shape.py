@@ -53,8 +53,8 @@ class Shape:
 def shape_of(frame: DataFrame, missing: Iterable[str]) -> Shape:
     """Returns the shape of a table from `read_table`: what most of its columns agree on.
 
-    The decimal mark is a comma if more columns consist of numbers then; the order of days and months is that which more
-    cells need.
+    The decimal mark is a comma if more columns can be read as numbers with a comma than with a point. Days come before
+    months if more dates can be read only in that order.
     """
     votes, days = {".": 0, ",": 0}, 0
     for name in frame.columns:
