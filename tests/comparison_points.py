@@ -25,7 +25,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_privacy as tp
 from torch_privacy import privacy
 
-POINTS: dict[str, list[Callable[[], None]]] = {}  # library, as its heading on the page -> its points
+# Library, as its heading on the page, and the name of a point -> the point. Pytest imports the files twice, for their
+# doctests too, so that each point is added twice.
+POINTS: dict[str, dict[str, Callable[[], None]]] = {}
 DELTA = 1e-5
 
 
@@ -33,7 +35,7 @@ def of(library: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
     """Adds a point to a library; its docstring is the sentence on the page."""
 
     def add(point: Callable[[], None]) -> Callable[[], None]:
-        POINTS.setdefault(library, []).append(point)
+        POINTS.setdefault(library, {})[point.__name__] = point
         return point
 
     return add
@@ -41,7 +43,10 @@ def of(library: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 def in_order() -> dict[str, list[Callable[[], None]]]:
     """Returns the points as on the page: of each library those in which it is better come last."""
-    return {name: sorted(found, key=lambda p: sentence(p).startswith("Better there")) for name, found in POINTS.items()}
+    return {
+        name: sorted(found.values(), key=lambda p: sentence(p).startswith("Better there"))
+        for name, found in POINTS.items()
+    }
 
 
 def sentence(point: Callable[[], None]) -> str:
