@@ -8,6 +8,7 @@ import pytest
 from torch_privacy.privacy.engines import contour, fft, tilted
 from torch_privacy.privacy.engines.lattice import Lattice, optimistic, pessimistic
 from torch_privacy.privacy.engines.tilted import TiltedComposition, TiltedCompositions, TiltedLattice
+from torch_privacy.privacy.pairs.discrete import DiscretePair
 from torch_privacy.privacy.pairs.gaussian import SubsampledGaussianPair
 
 
@@ -158,3 +159,15 @@ def test_swapping_twice_keeps_every_loss_exactly(lattice):
     twice = one.swapped.swapped
     assert (twice.start, twice.first) == (one.start, one.first)
     assert one.swapped.exact_loss(0) == -one.exact_loss(len(one.mass) - 1)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("distance", [0.5, 1e-3, 1e-9])
+def test_an_early_answer_is_that_of_the_narrow_bracket(swapped, distance):
+    atoms = DiscretePair((0.31, 0.2, 0.27, 0.22), (0.2, 0.29, 0.22, 0.29))  # their losses have no common unit
+    steps = [(atoms, 3), (SubsampledGaussianPair(2.0, 0.1), 5)]
+    high = fft.RefinedLatticeCurve(steps, swapped=swapped).epsilon_high(1e-4)
+    below, above = (fft.RefinedLatticeCurve(steps, swapped=swapped) for _ in range(2))
+    assert not below.surely_below(high * (1 - distance), 1e-4)
+    assert above.surely_below(high * (1 + distance), 1e-4)
+    assert below.epsilon_high(1e-4) == above.epsilon_high(1e-4) == high

@@ -120,26 +120,31 @@ class RefinedLatticeCurve(Curve):
         return self._refined(self._steps, REACH, lambda curve: curve.delta(epsilon), narrow)
 
     def epsilon(self, delta: float) -> Bracket[float]:
+        return self._epsilon(delta, lambda _: False)
+
+    def epsilon_high(self, delta: float) -> float:
+        return self.epsilon(delta).high
+
+    def surely_below(self, epsilon: float, delta: float) -> bool:
+        # A bracket that lies on one side of ε answers as every narrower one within it does.
+        return self._epsilon(delta, lambda known: known.high <= epsilon or known.low > epsilon).high <= epsilon
+
+    def _epsilon(self, delta: float, enough: Callable[[Bracket[float]], bool]) -> Bracket[float]:
+        """Returns ε's bracket, refined until it is narrow or enough."""
         sampled = sum(
             count * pair.probability for pair, count in self._steps if isinstance(pair, SubsampledGaussianPair)
         )
         rare = END_SHARE * delta / max(sampled, 1e-300)
         reach = float(np.ceil(4 * -ndtri(min(max(rare, 1e-300), 1e-2))) / 4)  # neighboring questions share lattices
         if reach >= REACH:
-            return self._refined(self._steps, REACH, lambda curve: curve.epsilon(delta))
+            return self._refined(self._steps, REACH, lambda curve: curve.epsilon(delta), enough=enough)
         steps = [
             (replace(pair, reach=reach), count)
             if isinstance(pair, SubsampledGaussianPair) and pair.probability < 1
             else (pair, count)
             for pair, count in self._steps
         ]
-        return self._refined(steps, reach, lambda curve: curve.epsilon(delta))
-
-    def epsilon_high(self, delta: float) -> float:
-        return self.epsilon(delta).high
-
-    def surely_below(self, epsilon: float, delta: float) -> bool:
-        return self.epsilon(delta).high <= epsilon
+        return self._refined(steps, reach, lambda curve: curve.epsilon(delta), enough=enough)
 
     def _refined(
         self,
@@ -147,6 +152,8 @@ class RefinedLatticeCurve(Curve):
         reach: float,
         ask: Callable[[LatticeCurve], Bracket[float]],
         narrow: float = NARROW,
+        *,
+        enough: Callable[[Bracket[float]], bool] = lambda _: False,
     ) -> Bracket[float]:
         if reach not in self._spacings:
             self._spacings[reach] = self._spacings_of(steps)
@@ -160,7 +167,8 @@ class RefinedLatticeCurve(Curve):
             known = inner(ask(self._lattices[reach, spacing]), known)
             share = (known.high - known.low) / known.high if 0 < known.high < np.inf else float(known.high > 0)
             worse = known.high - known.low > 0.7 * width and not self._atoms
-            if share <= narrowest or (share <= narrow and span > CHEAP_POINTS * spacing) or spacing <= finest or worse:
+            is_narrow = share <= narrowest or (share <= narrow and span > CHEAP_POINTS * spacing)
+            if is_narrow or spacing <= finest or worse or enough(known):
                 return known
             order = 1.0 if self._atoms else 0.5  # the bracket shrinks with the spacing, or with its square
             finer = max(0.7 * (narrowest / share) ** order, 1 / 16) if known.low > 0 else 1 / 8

@@ -229,20 +229,23 @@ def _without_concave_kinks(mass: Array, spacing: float) -> Array:
     Each one's mass goes to its neighbors so that P- and Q-mass are kept. Such points come mostly from rounding in far
     tails (masses below 1e-22) and from the first cells of a pair.
     """
-    mass = mass.copy()
     waiting = np.flatnonzero(mass < 0)[::-1].tolist()
-    before, after = np.arange(-1, len(mass) - 1), np.arange(1, len(mass) + 1)  # neighbors among the remaining points
+    if not waiting:
+        return mass
+    masses = mass.tolist()  # its numbers are read and written one by one: tens of thousands of times between atoms
+    before = list(range(-1, len(masses) - 1))  # neighbors among the remaining points
+    after = list(range(1, len(masses) + 1))
     while waiting:
         here = waiting.pop()
-        if mass[here] >= 0:  # dropped already
+        if masses[here] >= 0:  # dropped already
             continue
-        below, above = int(before[here]), int(after[here])
-        if below < 0 or above == len(mass):
+        below, above = before[here], after[here]
+        if below < 0 or above == len(masses):
             raise Unresolved
         share = math.expm1((below - here) * spacing) / math.expm1((below - above) * spacing)
-        mass[above] += share * mass[here]
-        mass[below] += (1 - share) * mass[here]
-        mass[here] = 0.0
+        masses[above] += share * masses[here]
+        masses[below] += (1 - share) * masses[here]
+        masses[here] = 0.0
         after[below], before[above] = above, below
-        waiting += [point for point in (above, below) if mass[point] < 0]
-    return mass
+        waiting += [point for point in (above, below) if masses[point] < 0]
+    return np.array(masses)
