@@ -96,6 +96,7 @@ def test_gradients_are_not_watched(tmp_path, monkeypatch):
     assert not trainer.training.ledger.releases
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning")  # by PEFT
 @pytest.mark.parametrize("adapters", [False, True], ids=["whole", "peft"])
 def test_model_cards_say_what_the_statement_says(adapters, tmp_path):

@@ -61,6 +61,7 @@ def other_model():
     return model
 
 
+@pytest.mark.thorough
 def test_dpo_of_the_page_trains(tmp_path):
     kind, log_probabilities = dpo_of_the_page()
     data = data_for_dpo(other_model(), log_probabilities)

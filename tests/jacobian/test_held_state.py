@@ -248,6 +248,7 @@ for b in batches:
 """
 
 
+@pytest.mark.thorough
 def test_a_script_keeps_its_own_variables_and_ends_with_its_own_error(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "-W", "ignore", tmp_path / "script.py"], capture_output=True, text=True)
