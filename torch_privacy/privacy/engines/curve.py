@@ -11,6 +11,7 @@ from ..bracket import Array, Bracket, ordered
 from ..pairs.base import DominatingPair
 
 Value = TypeVar("Value", float, Array, float | Array)
+Enough = Callable[[Bracket[float]], bool]  # of a bracket that is refined: it needs no more
 
 
 class Unresolved(ValueError):
@@ -65,6 +66,11 @@ class SumCurve(Curve):
     @final
     def surely_below(self, epsilon: float, delta: float) -> bool:
         return self.epsilon_high(delta) <= epsilon
+
+
+def lies_on_one_side(epsilon: float) -> Enough:
+    """Returns whether a bracket answers if ε(δ) is at most this: every narrower one within it answers the same."""
+    return lambda known: known.high <= epsilon or known.low > epsilon
 
 
 def trivial_delta(epsilon: float) -> float:

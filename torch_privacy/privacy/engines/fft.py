@@ -13,7 +13,7 @@ from ..bracket import Array, Bracket, inner
 from ..pairs.base import DiscretizablePair, DominatingPair
 from ..pairs.gaussian import REACH, SubsampledGaussianPair
 from ..pairs.subsampled import SubsampledPair
-from .curve import Curve, Unresolved, bisect, crossing
+from .curve import Curve, Enough, Unresolved, bisect, crossing, lies_on_one_side
 from .lattice import Lattice, optimistic, pessimistic
 from .tilted import TiltedComposition, TiltedCompositions, WindowTooLong
 
@@ -126,10 +126,9 @@ class RefinedLatticeCurve(Curve):
         return self.epsilon(delta).high
 
     def surely_below(self, epsilon: float, delta: float) -> bool:
-        # A bracket that lies on one side of ε answers as every narrower one within it does.
-        return self._epsilon(delta, lambda known: known.high <= epsilon or known.low > epsilon).high <= epsilon
+        return self._epsilon(delta, lies_on_one_side(epsilon)).high <= epsilon
 
-    def _epsilon(self, delta: float, enough: Callable[[Bracket[float]], bool]) -> Bracket[float]:
+    def _epsilon(self, delta: float, enough: Enough) -> Bracket[float]:
         """Returns ε's bracket, refined until it is narrow or enough."""
         sampled = sum(
             count * pair.probability for pair, count in self._steps if isinstance(pair, SubsampledGaussianPair)
@@ -153,7 +152,7 @@ class RefinedLatticeCurve(Curve):
         ask: Callable[[LatticeCurve], Bracket[float]],
         narrow: float = NARROW,
         *,
-        enough: Callable[[Bracket[float]], bool] = lambda _: False,
+        enough: Enough = lambda _: False,
     ) -> Bracket[float]:
         if reach not in self._spacings:
             self._spacings[reach] = self._spacings_of(steps)

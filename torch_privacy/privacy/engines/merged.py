@@ -9,7 +9,7 @@ import numpy as np
 
 from ..bracket import Bracket, inner, ordered
 from ..pairs.base import UNIT, DiscretizablePair, DominatingPair
-from .curve import Curve, Unresolved, crossing, trivial_delta
+from .curve import Curve, Enough, Unresolved, crossing, lies_on_one_side, trivial_delta
 from .outcomes import NEGLIGIBLE, SHARE, Grid, Outcomes, one_step, power, product
 from .tilt import tilt_entropy
 
@@ -97,22 +97,26 @@ class SharpenedCurve(Curve):
         return inner(known, ordered(*sides))
 
     def epsilon(self, delta: float) -> Bracket[float]:
+        return self._epsilon(delta, lambda _: False)
+
+    def _epsilon(self, delta: float, enough: Enough) -> Bracket[float]:
+        """Returns ε's bracket, narrowed unless it is narrow or enough."""
         known = self._engine.epsilon(delta)
-        if delta == 0 or _share(known) <= NARROW:
+        if delta == 0 or _share(known) <= NARROW or enough(known):
             return known
         try:
-            return self._narrowed(known, delta)
+            return self._narrowed(known, delta, enough)
         except Unresolved:
             return known
 
-    def _narrowed(self, known: Bracket[float], delta: float) -> Bracket[float]:
+    def _narrowed(self, known: Bracket[float], delta: float, enough: Enough) -> Bracket[float]:
         rounded = 100.0 ** math.floor(math.log(delta, 100))  # neighboring questions share grids
         negligible = SHARE * rounded
         tilt, width = self._merged().tilt(30 * rounded), WIDEST
         while width:
             low, high = (self._crossing(delta, Grid(width, negligible, tilt), above) for above in (False, True))
             known, share = inner(known, ordered(low, high)), _share(Bracket(low, high))
-            if _share(known) <= NARROW:
+            if _share(known) <= NARROW or enough(known):
                 break
             finer = width * 2.0 ** (min(math.floor(math.log2(NARROW / share)), -1) / 2)
             width = max(finer, NARROWEST) if width > NARROWEST else 0.0
@@ -125,7 +129,9 @@ class SharpenedCurve(Curve):
         return self.epsilon(delta).high
 
     def surely_below(self, epsilon: float, delta: float) -> bool:
-        return self._engine.surely_below(epsilon, delta) or self.epsilon_high(delta) <= epsilon
+        if self._engine.surely_below(epsilon, delta):
+            return True
+        return self._epsilon(delta, lies_on_one_side(epsilon)).high <= epsilon
 
     def _delta(self, epsilon: float, grid: Grid, above: bool) -> float:
         return self._merged().delta(epsilon, grid, above=above)
