@@ -89,7 +89,7 @@ def mnist() -> pd.DataFrame:
 
 TABLES = {  # name -> (table, target)
     "breast cancer": (cancer, "target"),
-    "OFP, three classes": (lambda: r("OFP"), "health"),
+    "OFP, three classes": (lambda: r("OFP"), "hlth"),
     "Benefits": (lambda: r("Benefits"), "ui"),
     "Computers, a number": (lambda: r("Computers"), "price"),
     "flchain": (flchain, "death"),
