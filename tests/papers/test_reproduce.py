@@ -34,7 +34,8 @@ COLUMNS = {
     "unknown": TableColumn("never known"),
 }
 OTHER_METHODS = (
-    "nearest neighbors", "naive Bayes", "decision tree", "user and film", "user, film and factors", "nearest users"
+    "nearest neighbors", "naive Bayes", "decision tree", "voted trees",
+    "user and film", "user, film and factors", "nearest users",
 )  # fmt: skip
 WITHOUT_NUMBERS = (  # of a paper
     "jl-accuracy", "jl-figures", "jl-summary",
