@@ -161,6 +161,28 @@ def test_recorded_calls_hold_no_input_of_a_checkpointed_part():
     tape.jacobian(losses)
 
 
+def test_the_second_backward_frees_the_input_of_each_part_that_it_has_passed():
+    alive: list[int] = []
+
+    def call(model, x):
+        inputs: list[weakref.ref] = []
+
+        def run(layer, x):
+            if len(inputs) < len(model.layers):  # the forward; later calls are of a backward
+                inputs.append(weakref.ref(x))
+            else:
+                gc.collect()
+                alive.append(sum(ref() is not None for ref in inputs))
+            return layer(x)
+
+        for layer in model.layers:
+            x = again(run, layer, x)
+        return x
+
+    sums_of(Model(call), 1e-9)
+    assert alive[-4:] == [4, 3, 2, 1]
+
+
 def dropout_model(preserve: bool) -> Model:
     def call(model, x):
         for layer in model.layers:

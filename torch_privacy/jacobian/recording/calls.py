@@ -86,6 +86,10 @@ class Call:
             if isinstance(use, PackedUse):
                 use.forget()
 
+    def free_inputs(self) -> None:
+        """Frees what the call holds for its rows; the ops made from it hold what they need."""
+        self.uses, self.versions = (), []
+
     @staticmethod
     def cut(func: Callable, output: Output, place: int) -> Call:
         """Returns a cut: a tensor that ``func`` reorders as the data say, so that its gradient is measured."""

@@ -78,6 +78,11 @@ class RecordedGraph:
         """True if some rows are computed by nodes of the graph, which must then outlive the backward."""
         return bool(self.unrecorded)
 
+    def free_inputs(self) -> None:
+        """Frees what the calls hold for their rows, once no backward makes rows any more."""
+        for call in self.calls:
+            call.free_inputs()
+
     @property
     def places(self) -> list[Call]:
         """Returns calls and cuts."""

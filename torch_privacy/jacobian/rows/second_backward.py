@@ -104,6 +104,8 @@ class SumByBackward:
         if self._merging is not None:
             c = c[self._merging.assignment.to(c.device)] * self._cotangent
         leaves = [self._reached.leaves[name] for name in self._names]
+        if self._frees_graph:  # calls hold what a part under checkpointing is made again from
+            self._reached.free_inputs()
         with self._reached.running_again():
             found = torch.autograd.grad(self._reached.losses, leaves, c, retain_graph=not self._frees_graph)
         return {

@@ -195,7 +195,7 @@ class BlockStream:
             if work.request.merging is not None:
                 layout = work.request.merging.layout(layout)
             if self._frees_inputs:  # the ops made from the call hold what they need
-                call.uses, call.versions = (), []
+                call.free_inputs()
             for use in uses:
                 self._take_use(use, b, layout)
 
