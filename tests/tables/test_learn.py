@@ -15,19 +15,12 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from torch_privacy import privacy, tables
+from torch_privacy.mechanisms import scales
+from torch_privacy.mechanisms.histograms import STANDS_OUT, ends_of_numbers, fine_ends, histogram, standing_out
 from torch_privacy.privacy import ZeroConcentrated
 from torch_privacy.tables import Column, Encoder, Schema, TableError, learn, mechanisms, ranges
 from torch_privacy.tables import learn as _learn_function
-from torch_privacy.tables.bounds import (
-    STANDS_OUT,
-    ends_of_days,
-    ends_of_numbers,
-    fine_ends,
-    histogram,
-    rounded,
-    standing_out,
-    with_margin,
-)
+from torch_privacy.tables.bounds import ends_of_days, rounded, with_margin
 from torch_privacy.tables.mechanisms import CountNoise
 from torch_privacy.tables.price import LearningBudget
 
@@ -222,7 +215,7 @@ def exact_counts(monkeypatch, frame, schema, **options):
     for room in (module, ranges):
         monkeypatch.setattr(room, "noisy_counts", counts)
     monkeypatch.setattr(module, "frequent", categories)
-    monkeypatch.setattr(ranges, "STANDS_OUT", (0.0, 0.0))
+    monkeypatch.setattr(scales, "STANDS_OUT", (0.0, 0.0))
     seen["learnt"] = learn(frame, schema, **MUCH, **options)
     return seen
 
@@ -277,6 +270,22 @@ def assert_scales_have_the_sensitivity(monkeypatch, frame, rows, options, most):
         assert noise == same
         assert np.linalg.norm(more - fewer) == pytest.approx(most * math.sqrt(noise.groups))
     assert noise.groups == 2
+
+
+@pytest.mark.parametrize("beyond", ["101", "-1", "1e9"])
+def test_values_beyond_declared_bounds_count_at_their_end_before_the_histograms(beyond, monkeypatch):
+    end = "0" if beyond == "-1" else "100"
+    inside = [end] * 40 + [str(value) for value in np.random.default_rng(0).uniform(20, 60, 60)]
+    schema = Schema((Column("x", "number", (0, 100)), Column("y", "category", categories=("a", "b"))), "y")
+    a, b = (
+        exact_counts(monkeypatch, pd.DataFrame({"x": x, "y": ["a", "b"] * 50}), schema, scales=True)
+        for x in (inside, [beyond if value == end else value for value in inside])
+    )
+    assert len(a["histograms"]) == len(b["histograms"]) == 3
+    for (counts, _), (others, _) in zip(a["histograms"], b["histograms"], strict=True):
+        np.testing.assert_array_equal(counts, others)
+    assert a["learnt"].schema == b["learnt"].schema
+    assert a["histograms"][-1][0].sum() == 100
 
 
 @pytest.mark.parametrize("times", [1, 3, 1000])
