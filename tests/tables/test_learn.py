@@ -199,6 +199,39 @@ def test_wrong_arguments_release_nothing(change, message, monkeypatch):
         learn(frame, open_schema(frame), **{"epsilon": 1.0, "delta": 1e-6, **change})
 
 
+TOO_FEW_ROWS = {  # target, task, rows, epsilon -> what is refused
+    "classes": (Column("y", "category"), None, 60, 0.5, "A class of the target 'y' in fewer than about"),
+    "left open": (Column("y", "learn"), "classification", 60, 0.5, "A class of the target 'y' in fewer than about"),
+    "numbers": (Column("y", "number"), "regression", 60, 0.2, "The bounds of the target 'y' take"),
+    "numbers of any task": (Column("y", "number"), None, 60, 0.2, "The bounds of the target 'y' take"),
+    "numbers left open": (Column("y", "learn"), "regression", 60, 0.2, "The bounds of the target 'y' take"),
+}
+
+
+@pytest.mark.parametrize("case", TOO_FEW_ROWS)
+def test_a_target_that_no_rows_of_this_number_can_show_is_refused_before_a_release(case, monkeypatch):
+    target, task, n, epsilon, message = TOO_FEW_ROWS[case]
+    monkeypatch.setattr(inspect.getmodule(_learn_function), "noisy_counts", None)
+    frame = pd.DataFrame({"x": ["1"] * n, "y": ["0"] * n})
+    with pytest.raises(TableError, match=message) as error:
+        learn(frame, Schema((Column("x", "number", (0, 5)), target), "y", task), epsilon=epsilon, delta=1e-6)
+    assert error.value.releases == ()
+    assert error.value.lines.startswith("[columns.y], kind = ")
+
+
+def test_only_what_rows_and_epsilon_show_is_doubted():
+    columns = (Column("x", "number", (0, 5)), Column("y", "category"))
+    schema = Schema(columns, "y")
+    doubts = {
+        n: tables.doubt_of(schema, n, LearningBudget.of(schema, n, 1, 1.0, 1e-6)) for n in (60, 600, 6000, 60_000)
+    }
+    assert [doubt is not None for doubt in doubts.values()] == [True, True, False, False]
+    assert doubts[60].is_certain
+    assert not doubts[600].is_certain
+    declared = Schema((columns[0], Column("y", "category", categories=("a", "b"))), "y")
+    assert tables.doubt_of(declared, 60, LearningBudget.of(declared, 60, 1, 1.0, 1e-6)) is None
+
+
 def exact_counts(monkeypatch, frame, schema, **options):
     """Returns the exact statistics that the three releases would make noisy, without noise."""
     seen = {"histograms": []}
