@@ -95,6 +95,14 @@ def test_what_is_found_depends_on_the_unit_of_the_values_alone_by_a_factor(unit)
     assert np.isnan(fitted.transform(np.full((1, 3), np.nan))).all()
 
 
+@pytest.mark.parametrize("bounds", [(-1, 0), (0, 1), (-1, 1), (0, 1e-7), (-1e308, 1e308)])
+def test_values_that_are_all_0_are_scaled_to_one_number(bounds):
+    fitted = PrivateScaler(bounds, epsilon=0.5).fit(np.zeros((2000, 1)))
+    assert (fitted.scale_ > 0).all()
+    assert len(np.unique(fitted.transform(np.zeros((3, 1))))) == 1
+    assert np.isfinite(fitted.transform([[-np.inf], [np.inf]])).all()
+
+
 def test_bounds_are_the_scale_where_nothing_stands_out():
     x = data(60)
     with pytest.warns(UserWarning, match="nothing stands out of the noise in '0', '1', '2'"):

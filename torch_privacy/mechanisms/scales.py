@@ -93,9 +93,7 @@ def find_ranges(
         for (name, its_ends), part in zip(ends.items(), parts, strict=True):
             limits = columns[name].limits
             ranged = standing_out(part, its_ends, (least if limits is None else STANDS_OUT_WITHIN) * stddev)
-            if ranged is not None and limits is not None:
-                ranged = max(ranged[0], limits[0]), min(ranged[1], limits[1])
-            if ranged is not None and ranged[0] < ranged[1]:
+            if ranged is not None:
                 found[name] = (part, its_ends), ranged
         ends = {name: fine_ends(*ranged) for name, (_, ranged) in found.items()}
     return {  # within limits, the finer bins may miss the rarer values
