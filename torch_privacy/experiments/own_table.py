@@ -267,8 +267,10 @@ def checked_target(settings: TableSettings, schema: tables.Schema, n: int) -> st
         return None
     lines = _to_write(settings, doubt.lines)
     if doubt.is_likely:
-        raise ValueError(f"train: {settings.file}: {doubt.what}. {lines}Nothing was learnt, and it has cost nothing.")
-    return f"{settings.file}: {doubt.what}. If there is one: {lines[0].lower()}{lines[1:]}".rstrip()
+        raise ValueError(
+            f"train: {Path(settings.file).name}: {doubt.what}. {lines}Nothing was learnt, and it has cost nothing."
+        )
+    return f"{Path(settings.file).name}: {doubt.what}. If there is one: {lines[0].lower()}{lines[1:]}".rstrip()
 
 
 def _to_write(settings: TableSettings, lines: str) -> str:
