@@ -28,7 +28,7 @@ from .refits import RemembersFits, begin_fit, digests
 
 Array = NDArray[Any]
 
-SIZES = 10  # powers of ten between the largest bound and the smallest values that are told from 0
+SIZES = 10  # powers of ten between the largest bound and the smallest values that differ from 0
 HISTOGRAMS = 2
 
 
