@@ -32,7 +32,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Numbers:
-    """One column of numbers for the two histograms.
+    """Holds one column of numbers for the two histograms.
 
     Args:
         values: (n,), NaN where missing.
@@ -52,7 +52,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Ranged:
-    """What two noisy histograms say of one column: the counts, and the range in which values stand out."""
+    """Holds what two noisy histograms say of one column: the counts, and the range in which values stand out."""
 
     first: Histogram
     second: Histogram
@@ -61,7 +61,7 @@ class Ranged:
 
 @dataclass(frozen=True)
 class Scale:
-    """Where most values of a column lie, and the unit of the logarithm that is taken of them; None for none."""
+    """Says where most values of a column lie, and the unit of the logarithm that is taken of them; None for none."""
 
     low: float
     high: float

@@ -21,7 +21,7 @@ TOO_RARE = 0.1  # the same for a refusal by the command, if the kind of the targ
 
 @dataclass(frozen=True)
 class Doubt:
-    """What cannot be learnt of the target, and the lines to write into the schema instead.
+    """Says what cannot be learnt of the target, and the lines to write into the schema instead.
 
     ``is_certain`` is True if the target will not be learnt, ``is_likely`` if a common one may not be; else only a rare
     class is lost.
