@@ -228,6 +228,8 @@ def test_only_what_rows_and_epsilon_show_is_doubted():
     assert [doubt is not None for doubt in doubts.values()] == [True, True, False, False]
     assert doubts[60].is_certain
     assert not doubts[600].is_certain
+    of_owners = tables.doubt_of(schema, 300, LearningBudget.of(schema, 300, 2, 1.0, 1e-6))
+    assert "of at most 600 rows" in of_owners.what
     declared = Schema((columns[0], Column("y", "category", categories=("a", "b"))), "y")
     assert tables.doubt_of(declared, 60, LearningBudget.of(declared, 60, 1, 1.0, 1e-6)) is None
 

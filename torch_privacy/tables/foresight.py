@@ -57,8 +57,9 @@ def doubt_of(schema: Schema, n: int, budget: LearningBudget) -> Doubt | None:
     lines = [f"[columns.{toml_key(target.name)}]", 'kind = "category"', 'categories = ["...", "..."]']
     if not is_declared:
         lines.append('or kind = "number", bounds = [0, 100] for a number')
+    most = "the " if budget.rows == 1 else "at most "  # the number of rows of owners is private
     what = (
-        f"a class of the target {target.name!r} in fewer than about {threshold:,} of the {rows:,} rows cannot be "
+        f"a class of the target {target.name!r} in fewer than about {threshold:,} of {most}{rows:,} rows cannot be "
         "learnt at this epsilon"
     )
     is_certain = least > rows / 2
