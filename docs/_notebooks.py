@@ -21,7 +21,8 @@ def executed(path: Path) -> nbformat.NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     commands = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     with tempfile.TemporaryDirectory() as folder:
-        client = NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": folder}})
+        where = {"metadata": {"path": folder}}
+        client = NotebookClient(notebook, timeout=SECONDS, resources=where, coalesce_streams=True)
         client.execute(env={**os.environ, "PATH": commands})
     for cell in notebook.cells:
         cell.metadata = {}  # times of the run

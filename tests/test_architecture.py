@@ -2,6 +2,7 @@
 """Imports go down the floors of the package only, those for types included, and never in a circle."""
 
 import importlib.util
+import re
 
 import architecture
 from architecture import FLOOR, FLOORS, PACKAGE, imports_of, modules, room_imports, room_of
@@ -24,6 +25,14 @@ def test_the_papers_come_in_by_two_doors():
     """The library works without its papers, and they use it as anybody could."""
     sources = {module: path.read_text() for module, path in modules().items()}
     assert {module for module, text in sources.items() if "torch_privacy_papers" in text} == DOORS
+
+
+def test_matplotlib_is_imported_by_the_reports_alone():
+    """Their room imports it even where MPLBACKEND names a backend that is not installed."""
+    text = {module: path.read_text() for module, path in modules().items()}
+    importing = {module for module in text if re.search(r"(import|from) matplotlib", text[module])}
+    tried_before_a_run = {"training.run_writer"}  # after the reports are imported
+    assert {module for module in importing if not module.startswith("runs.report")} == tried_before_a_run
 
 
 def test_no_modules_import_each_other_in_a_circle():

@@ -6,6 +6,7 @@ import os
 import stat
 import warnings
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ import torch_privacy as tp
 from torch_privacy.runs import checkpoint
 
 lightning = pytest.importorskip("lightning.pytorch")  # an extra, which the tests install
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, WandbLogger  # noqa: E402
 from lightning.pytorch.plugins.environments import ClusterEnvironment  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from torchmetrics.classification import MulticlassAccuracy  # noqa: E402
 
-from torch_privacy.lightning import PrivateFit  # noqa: E402
+from torch_privacy.lightning import PrivateFit, stand_ins  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated"),  # Lightning's own call
@@ -231,22 +233,14 @@ class KeepsMetric(WithAccuracy):
         return self.losses(batch)
 
 
-def test_logs_have_no_rehearsals():
-    from lightning.pytorch.loggers import Logger
-
-    class Kept(Logger):
-        name, version = "kept", 0
-
-        def __init__(self):
-            super().__init__()
-            self.points = []
-
-        def log_hyperparams(self, *args, **kwargs): ...
+def test_logs_have_no_rehearsals(tmp_path):
+    class Kept(CSVLogger):
+        points = ()
 
         def log_metrics(self, metrics, step=None):
-            self.points.append((step, metrics))
+            self.points = [*self.points, (step, metrics)]
 
-    logger, module = Kept(), Logs()
+    logger, module = Kept(tmp_path), Logs()
     fitted(module, settings={"logger": logger, "log_every_n_steps": 1, "max_epochs": 1})
     batches, right = [], 0
     other = Module()
@@ -268,6 +262,96 @@ def test_logs_have_no_rehearsals():
     assert [step for step, metrics in logger.points if "not_private/epsilon" in metrics] == [0, 1, 2, 3, 4]
     assert not any("epsilon" in metrics for _, metrics in logger.points)
     assert float(module.seen[0][2]["loss"]) == pytest.approx(means[0])
+
+
+class LogsWithValidation(Logs):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.log("mean", outputs["loss"].mean())
+
+
+class Sender(Logger):
+    """Stands for a logger that sends what it gets."""
+
+    name, version = "sender", 0
+
+    def __init__(self):
+        super().__init__()
+        self.points, self.settings = [], {}
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        self.settings.update(params)
+
+    def log_metrics(self, metrics, step=None):
+        self.points.append(metrics)
+
+
+class SeesKeys(lightning.Callback):
+    """Keeps the keys of a training, as bytes and as text, before they are deleted."""
+
+    def __init__(self, folder):
+        self.folder, self.found = folder, set()
+
+    def on_train_batch_end(self, *_):
+        for path in self.folder.glob("*.safetensors"):
+            texts = [text for name, text in checkpoint.load(path)["training"].items() if name.endswith("_key")]
+            self.found |= {form for text in texts for form in (text.encode(), bytes.fromhex(text))}
+
+
+def logged(*loggers, callbacks=(), **privacy):
+    """Trains with loggers, a validation, checkpoints and no seed; returns the trainer."""
+    module, val = LogsWithValidation(), DataLoader(data(8), batch_size=8)
+    settings = {"logger": [*loggers], "log_every_n_steps": 1, "max_epochs": 2}
+    trainer, _ = fitted(module, val=val, callbacks=callbacks, settings=settings, test_seed=None, **privacy)
+    return trainer
+
+
+def test_loggers_that_send_get_epsilon_and_settings_and_no_exact_number(tmp_path):
+    sender, here = Sender(), CSVLogger(tmp_path)
+    trainer = logged(sender, here)
+    got = {name for point in sender.points for name in point}
+    assert got == {"epsilon", "val_loss", "epoch"}
+    kept = (Path(here.log_dir) / "metrics.csv").read_text()
+    assert {"epsilon", "val_loss", "loss_step", "loss_epoch", "mean", "accuracy"} <= {*kept.splitlines()[0].split(",")}
+    assert sender.settings == {
+        "privacy/expected_batch_size": 8, "privacy/noise_multiplier": 1.0, "privacy/delta": 1e-3,
+        "privacy/num_steps": 10, "privacy/clipping": "Flat(clip_norm=0.5)",
+    }  # fmt: skip
+    assert sender.points[-1].get("epsilon", 0) <= trainer.callbacks[0].training.spent().epsilon.high
+    assert "log_metrics" not in vars(trainer._logger_connector)
+    remote = CSVLogger(tmp_path)
+    remote._root_dir = remote._save_dir = "s3://bucket"
+    assert [stand_ins.sends_away(one) for one in (sender, here, remote)] == [True, False, True]
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")  # by the loggers
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_usual_loggers_send_no_exact_number_and_no_key(name, tmp_path, monkeypatch):
+    pytest.importorskip(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    makes = {
+        "wandb": lambda: WandbLogger(save_dir=tmp_path, offline=True),
+        "mlflow": lambda: MLFlowLogger(tracking_uri=f"file:{tmp_path}/mlruns"),
+    }
+    logger = makes[name]()
+    keys = SeesKeys(tmp_path / "run" / "secret")
+    logged(logger, callbacks=[keys], run_folder=tmp_path / "run")
+    if name == "wandb":
+        sent, settings = dict(logger.experiment.summary), dict(logger.experiment.config)
+        logger.experiment.finish()
+    else:
+        run = logger.experiment.get_run(logger.run_id)
+        sent, settings = run.data.metrics, run.data.params
+    assert {"epsilon", "val_loss"} <= sent.keys()
+    assert not {"loss_step", "loss_epoch", "loss", "mean", "accuracy", "size"} & sent.keys()
+    assert float(settings["privacy/delta"]) == 1e-3
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and tmp_path / "run" not in path.parents]
+    assert len(keys.found) == 4
+    assert not [(path, key) for path in files for key in keys.found if key in path.read_bytes()]
 
 
 def test_validation_between_steps_changes_nothing():

@@ -10,6 +10,8 @@ from torch_privacy import cli, privacy
 from torch_privacy.experiments.runner import Run
 from torch_privacy.runs.report import render as report
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be learnt at this epsilon")  # rare classes
+
 EVENT = privacy.Gaussian(5.0)
 
 

@@ -28,6 +28,8 @@ from torch_privacy.privacy.rounding import round_up
 from torch_privacy.privacy.summary import attacker_as_json
 from torch_privacy.runs.report import render
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be learnt at this epsilon")  # rare classes
+
 N = 1500
 FEW_STEPS = ["--epochs", "0.6", "--batch-size", "270"]
 STEPS = 3
@@ -365,6 +367,35 @@ def test_tables_that_cannot_be_trained_on_are_refused_in_one_sentence(text, word
     assert f"{path.relative_to(tmp_path)} has what was released" in shown.err
     spent = privacy.Ledger.read(path).profile().epsilon_high(1e-4)
     assert 0 < spent < 4
+
+
+SMALL = {  # rows, epsilon -> exit code of a plan and words in it
+    "classes of a tenth": (600, "1", 2, "fewer than about 1"),
+    "classes of two": (300, "0.4", 2, "fewer than about"),
+    "rarer classes": (900, "4", 0, "rare classes"),
+    "none": (60_000, "4", 0, ""),
+}
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_a_rare_class_among_few_rows_is_refused_or_named_before_anything_is_paid(case, tmp_path, monkeypatch, capfd):
+    n, epsilon, code, words = SMALL[case]
+    monkeypatch.chdir(tmp_path)
+    write(
+        tmp_path,
+        "table.csv",
+        "age,ill\n" + "".join(f"{20 + k % 50},{'yes' if k % 50 == 0 else 'no'}\n" for k in range(n)),
+    )
+    monkeypatch.setattr(own_table.tables, "learn", None)
+    train = ["train", "table.csv", "--target", "ill", "--epsilon", epsilon]
+    for more in ([], ["--plan"]) if code else (["--plan"],):
+        assert run([*train, *more]) == code
+        shown = " ".join("".join(capfd.readouterr()).split())
+        assert words in shown
+        lines = 'write into schema.toml: [columns.ill], kind = "category", categories = ["...", "..."]'
+        assert (lines in shown) == bool(words)
+        assert ("it has cost nothing" in shown) == bool(code)
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
 
 
 @pytest.mark.thorough

@@ -17,6 +17,8 @@ from torch_privacy.cli import run
 from torch_privacy.experiments import auditing, load_trainable
 from torch_privacy.experiments.predictions import Predictions
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be learnt at this epsilon")  # rare classes
+
 N = 600
 SCHEMAS = {
     "income": """

@@ -6,7 +6,7 @@ import pytest
 from sklearn.base import clone
 from sklearn.utils.estimator_checks import estimator_checks_generator
 
-from torch_privacy.sklearn import PrivateClassifier, PrivateRegressor, PublicScaler
+from torch_privacy.sklearn import PrivateClassifier, PrivateRegressor, PrivateScaler, PublicScaler
 
 # Little noise and a test seed, as the checks ask for 83 % accuracy on 300 examples, and for two equal fits to them.
 SETTINGS = {
@@ -14,28 +14,27 @@ SETTINGS = {
     "assume_independent": "a linear map", "test_seed": 1,
 }  # fmt: skip
 ESTIMATORS = [
-    PublicScaler((-4, 4)),
     PrivateClassifier(classes="public", **SETTINGS),
     PrivateRegressor(target_bounds=(-5, 5), **SETTINGS),
 ]
-
+SCALERS = [PublicScaler((-4, 4)), PrivateScaler((-4, 4), noise_multiplier=0.1, refits="separate", test_seed=1)]
 
 CHECKS = [
     pytest.param(estimator, check, id=f"{type(estimator).__name__}-{check.func.__name__}-{number}")
-    for each in ESTIMATORS
+    for each in [*SCALERS, *ESTIMATORS]
     for number, (estimator, check) in enumerate(estimator_checks_generator(each))
     if check.func.__name__ != "check_array_api_input"  # of estimators that say that they support it
 ]
 
 
-@pytest.mark.filterwarnings("ignore:PrivateClassifier.fit", "ignore:PrivateRegressor.fit")
+@pytest.mark.filterwarnings("ignore:PrivateClassifier.fit", "ignore:PrivateRegressor.fit", "ignore:PrivateScaler.fit")
 @pytest.mark.parametrize(("estimator", "check"), CHECKS)
 def test_checks_of_scikit_learn(estimator, check):
     """All of them pass: those that `parametrize_with_checks` runs, with no expected failure."""
     check(estimator)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS[1:], ids=lambda estimator: type(estimator).__name__)
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda estimator: type(estimator).__name__)
 def test_noise_differs_from_fit_to_fit_without_a_test_seed(estimator):
     """So that the checks which compare two fits must fail; random_state changes nothing about that."""
     x = np.linspace(-1, 1, 60).reshape(20, 3)

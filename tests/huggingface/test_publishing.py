@@ -58,6 +58,22 @@ def test_trackers_and_saved_states_get_epsilon_and_no_exact_numbers(tmp_path):
         assert (json.loads(text)["total_flos"], json.loads(text)["num_input_tokens_seen"]) == (0, 0)
 
 
+def test_the_exact_mean_loss_is_returned_under_its_name_alone_and_not_saved(tmp_path):
+    trainer = trainer_of(tmp_path / "out", bert(), encoded(), padding(), **LOGGED)
+    output = trainer.train()
+    (loss,) = [x for x in exact_numbers_in(trainer) if x == output.metrics["train_loss_not_private"]]
+    assert [name for name, x in output.metrics.items() if x == loss] == ["train_loss_not_private"]
+    assert math.isnan(output.training_loss)
+    assert "total_flos" not in output.metrics
+    assert output.metrics["epsilon"] <= PRIVACY.get("target_epsilon", math.inf)
+    trainer.save_metrics("train", output.metrics)
+    for name in ("train_results.json", "all_results.json"):
+        text = (tmp_path / "out" / name).read_text()
+        assert "epsilon" in text
+        assert "not_private" not in text
+        assert repr(loss) not in text
+
+
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # by the trackers
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])

@@ -15,19 +15,12 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from torch_privacy import privacy, tables
+from torch_privacy.mechanisms import scales
+from torch_privacy.mechanisms.histograms import STANDS_OUT, ends_of_numbers, fine_ends, histogram, standing_out
 from torch_privacy.privacy import ZeroConcentrated
 from torch_privacy.tables import Column, Encoder, Schema, TableError, learn, mechanisms, ranges
 from torch_privacy.tables import learn as _learn_function
-from torch_privacy.tables.bounds import (
-    STANDS_OUT,
-    ends_of_days,
-    ends_of_numbers,
-    fine_ends,
-    histogram,
-    rounded,
-    standing_out,
-    with_margin,
-)
+from torch_privacy.tables.bounds import ends_of_days, rounded, with_margin
 from torch_privacy.tables.mechanisms import CountNoise
 from torch_privacy.tables.price import LearningBudget
 
@@ -206,6 +199,41 @@ def test_wrong_arguments_release_nothing(change, message, monkeypatch):
         learn(frame, open_schema(frame), **{"epsilon": 1.0, "delta": 1e-6, **change})
 
 
+TOO_FEW_ROWS = {  # target, task, rows, epsilon -> what is refused
+    "classes": (Column("y", "category"), None, 60, 0.5, "A class of the target 'y' in fewer than about"),
+    "left open": (Column("y", "learn"), "classification", 60, 0.5, "A class of the target 'y' in fewer than about"),
+    "numbers": (Column("y", "number"), "regression", 60, 0.2, "The bounds of the target 'y' take"),
+    "numbers of any task": (Column("y", "number"), None, 60, 0.2, "The bounds of the target 'y' take"),
+    "numbers left open": (Column("y", "learn"), "regression", 60, 0.2, "The bounds of the target 'y' take"),
+}
+
+
+@pytest.mark.parametrize("case", TOO_FEW_ROWS)
+def test_a_target_that_no_rows_of_this_number_can_show_is_refused_before_a_release(case, monkeypatch):
+    target, task, n, epsilon, message = TOO_FEW_ROWS[case]
+    monkeypatch.setattr(inspect.getmodule(_learn_function), "noisy_counts", None)
+    frame = pd.DataFrame({"x": ["1"] * n, "y": ["0"] * n})
+    with pytest.raises(TableError, match=message) as error:
+        learn(frame, Schema((Column("x", "number", (0, 5)), target), "y", task), epsilon=epsilon, delta=1e-6)
+    assert error.value.releases == ()
+    assert error.value.lines.startswith("[columns.y], kind = ")
+
+
+def test_only_what_rows_and_epsilon_show_is_doubted():
+    columns = (Column("x", "number", (0, 5)), Column("y", "category"))
+    schema = Schema(columns, "y")
+    doubts = {
+        n: tables.doubt_of(schema, n, LearningBudget.of(schema, n, 1, 1.0, 1e-6)) for n in (60, 600, 6000, 60_000)
+    }
+    assert [doubt is not None for doubt in doubts.values()] == [True, True, False, False]
+    assert doubts[60].is_certain
+    assert not doubts[600].is_certain
+    of_owners = tables.doubt_of(schema, 300, LearningBudget.of(schema, 300, 2, 1.0, 1e-6))
+    assert "of at most 600 rows" in of_owners.what
+    declared = Schema((columns[0], Column("y", "category", categories=("a", "b"))), "y")
+    assert tables.doubt_of(declared, 60, LearningBudget.of(declared, 60, 1, 1.0, 1e-6)) is None
+
+
 def exact_counts(monkeypatch, frame, schema, **options):
     """Returns the exact statistics that the three releases would make noisy, without noise."""
     seen = {"histograms": []}
@@ -222,7 +250,7 @@ def exact_counts(monkeypatch, frame, schema, **options):
     for room in (module, ranges):
         monkeypatch.setattr(room, "noisy_counts", counts)
     monkeypatch.setattr(module, "frequent", categories)
-    monkeypatch.setattr(ranges, "STANDS_OUT", (0.0, 0.0))
+    monkeypatch.setattr(scales, "STANDS_OUT", (0.0, 0.0))
     seen["learnt"] = learn(frame, schema, **MUCH, **options)
     return seen
 
@@ -277,6 +305,22 @@ def assert_scales_have_the_sensitivity(monkeypatch, frame, rows, options, most):
         assert noise == same
         assert np.linalg.norm(more - fewer) == pytest.approx(most * math.sqrt(noise.groups))
     assert noise.groups == 2
+
+
+@pytest.mark.parametrize("beyond", ["101", "-1", "1e9"])
+def test_values_beyond_declared_bounds_count_at_their_end_before_the_histograms(beyond, monkeypatch):
+    end = "0" if beyond == "-1" else "100"
+    inside = [end] * 40 + [str(value) for value in np.random.default_rng(0).uniform(20, 60, 60)]
+    schema = Schema((Column("x", "number", (0, 100)), Column("y", "category", categories=("a", "b"))), "y")
+    a, b = (
+        exact_counts(monkeypatch, pd.DataFrame({"x": x, "y": ["a", "b"] * 50}), schema, scales=True)
+        for x in (inside, [beyond if value == end else value for value in inside])
+    )
+    assert len(a["histograms"]) == len(b["histograms"]) == 3
+    for (counts, _), (others, _) in zip(a["histograms"], b["histograms"], strict=True):
+        np.testing.assert_array_equal(counts, others)
+    assert a["learnt"].schema == b["learnt"].schema
+    assert a["histograms"][-1][0].sum() == 100
 
 
 @pytest.mark.parametrize("times", [1, 3, 1000])

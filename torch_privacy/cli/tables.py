@@ -27,7 +27,7 @@ def lines_table(lines: Iterable[tuple[str, str]]) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for line in lines:
-        table.add_row(*line)
+        table.add_row(*map(Text, line))  # brackets are no markup
     return table
 
 

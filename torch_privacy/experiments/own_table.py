@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import shlex
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ import torch_privacy as tp
 from torch_privacy import privacy, tables
 from torch_privacy.experiments import table_notes, table_scores
 from torch_privacy.experiments.study import Study
-from torch_privacy.experiments.table_budget import Draft
+from torch_privacy.experiments.table_budget import Draft, learning_budget
 from torch_privacy.experiments.table_notes import declared_in
 from torch_privacy.experiments.table_settings import TEST_SHARE, TableSettings
 from torch_privacy.experiments.task import Task, seeded
@@ -219,6 +220,9 @@ def _learn(
         }
     share, kept, noise = settings.schema_share, _Kept(table_notes.event_unit(settings), new_ledger), None
     assert settings.target_epsilon is not None, "noise alone leaves nothing to learn with"
+    doubt = checked_target(settings, schema, len(train_rows) if owners is None else len(set(owners)))
+    if doubt is not None:
+        warnings.warn(f"train: {doubt}", stacklevel=2)
     if draft is not None:
         noise = draft.reserve(schema, tables.rows_of(frame), kept.open)
     try:
@@ -250,6 +254,23 @@ def _learn(
         "notes": list(learnt.notes),
         **({} if noise is None else {"noise_multiplier": noise}),
     }
+
+
+def checked_target(settings: TableSettings, schema: tables.Schema, n: int) -> str | None:
+    """Returns a sentence on what n rows, or owners, are too few to learn of the target, if anything.
+
+    Raises:
+        ValueError: the learning cannot work, or is likely not to; nothing was released.
+    """
+    doubt = tables.doubt_of(schema, n, learning_budget(settings, schema, n))
+    if doubt is None:
+        return None
+    lines = _to_write(settings, doubt.lines)
+    if doubt.is_likely:
+        raise ValueError(
+            f"train: {Path(settings.file).name}: {doubt.what}. {lines}Nothing was learnt, and it has cost nothing."
+        )
+    return f"{Path(settings.file).name}: {doubt.what}. If there is one: {lines[0].lower()}{lines[1:]}".rstrip()
 
 
 def _to_write(settings: TableSettings, lines: str) -> str:

@@ -59,16 +59,22 @@ def planned_noise(settings: TableSettings, schema: tables.Schema, n: int) -> flo
     return privacy.calibrate_schedule(_planned(settings, schema, n), settings.target_epsilon, settings.delta)
 
 
+def learning_budget(settings: TableSettings, schema: tables.Schema, n: int) -> LearningBudget:
+    """Returns the price of what is to be learnt of n rows, or n owners."""
+    assert settings.target_epsilon is not None
+    epsilon, delta = settings.schema_share * settings.target_epsilon, settings.schema_share * settings.delta
+    return LearningBudget.of(schema, n, settings.per_owner or 1, epsilon, delta, scales=True)
+
+
 def _planned(
     settings: TableSettings, schema: tables.Schema, n: int
 ) -> Callable[[float], list[tuple[privacy.Event, int]]]:
     """Returns all releases as a function of the noise multiplier."""
     assert settings.target_epsilon is not None
-    unit, share = table_notes.event_unit(settings), settings.schema_share
+    unit = table_notes.event_unit(settings)
     learning: list[tuple[privacy.Event, int]] = []
     if not schema.is_complete or schema.has_scales_to_learn:
-        epsilon, delta = share * settings.target_epsilon, share * settings.delta
-        parts = LearningBudget.of(schema, n, settings.per_owner or 1, epsilon, delta, scales=True)
+        parts = learning_budget(settings, schema, n)
         learning = [(replace(event, unit=unit), count) for event, count in parts.events]  # type: ignore[call-arg]
     probability, steps = settings.expected_batch_size / n, number_of_steps(settings, n)
 

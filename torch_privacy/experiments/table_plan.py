@@ -8,12 +8,11 @@ from pathlib import Path
 
 from torch_privacy import privacy, tables
 from torch_privacy.experiments import own_table, table_notes
-from torch_privacy.experiments.table_budget import planned_noise
+from torch_privacy.experiments.table_budget import learning_budget, planned_noise
 from torch_privacy.experiments.table_settings import TableSettings
 from torch_privacy.experiments.task import number_of_steps
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.tables.mechanisms import frequent
-from torch_privacy.tables.price import LearningBudget
 
 
 def plan_lines(settings: TableSettings) -> list[tuple[str, str]]:
@@ -42,8 +41,8 @@ def plan_lines(settings: TableSettings) -> list[tuple[str, str]]:
     if schema.is_complete and not schema.has_scales_to_learn:
         lines.append(("to learn privately", "nothing: the schema says all that is needed"))
     else:
-        share = settings.schema_share
-        budget = LearningBudget.of(schema, n, settings.per_owner or 1, share * epsilon, share * delta, scales=True)
+        doubt = own_table.checked_target(settings, schema, n)
+        budget = learning_budget(settings, schema, n)
         price = round_up(privacy.compose(budget.events).epsilon_high(delta))
         names = [column.name for column in schema.open_columns]
         scales = [column.name for column in schema.columns if column.bounds is not None and column.scale is None]
@@ -56,6 +55,8 @@ def plan_lines(settings: TableSettings) -> list[tuple[str, str]]:
                 {}, replace(budget.categories.noise, groups=max(groups, 1)), budget.categories.delta
             )
             lines.append(("rare categories", f"are lost below about {threshold:,} rows: write them into a schema"))
+        if doubt is not None:
+            lines.append(("rare classes", doubt))
     noise = planned_noise(settings, schema, n)
     return [
         *lines,

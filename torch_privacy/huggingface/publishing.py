@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
+from transformers.trainer_utils import TrainOutput
 
 from ..privacy.rounding import round_up
 from ..privacy.summary import attacker_lines
@@ -28,6 +30,12 @@ MARKED = re.compile(r"([\\`*_{}\[\]<>#|~&])")  # characters with a meaning in Ma
 def public_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the logs without exact statistics of the training data."""
     return {name: x for name, x in logs.items() if not name.endswith("_not_private") and name not in EXACT}
+
+
+def without_exact_loss(output: TrainOutput, loss: str) -> TrainOutput:
+    """Returns the output of a training with its exact loss under the name ``loss`` alone, and without exact counts."""
+    metrics = public_logs(output.metrics) | {name: x for name, x in output.metrics.items() if name == loss}
+    return output._replace(training_loss=math.nan, metrics=metrics)
 
 
 def sends_away(callback: Any) -> bool:

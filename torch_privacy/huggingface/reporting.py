@@ -108,6 +108,10 @@ class TrainerReporting(Trainer):
         with without_exact_numbers(self.state):
             super().save_state()
 
+    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
+        """Saves metrics in ``output_dir``, without exact statistics of the training data."""
+        super().save_metrics(split, public_logs(metrics), combined)
+
     def _save_start(self) -> None:
         """Saves what a training needs to go on that is stopped before its first checkpoint; before its first release.
 

@@ -23,8 +23,8 @@ from .arguments import check_parts, checked_arguments, checked_examples, checked
 from .checkpoints import Secrets, saved_step
 from .losses import per_example_loss
 from .misuse import refuse_misplaced, refuse_trl, warn_if_swamped
-from .publishing import check_trackers
-from .reporting import WHERE, TrainerReporting
+from .publishing import check_trackers, without_exact_loss
+from .reporting import LOSS, WHERE, TrainerReporting
 
 if not hasattr(Trainer, "_run_epoch"):
     raise ImportError("PrivateTrainer needs a later transformers: pip install -U 'torch-privacy[huggingface]'")
@@ -67,8 +67,9 @@ class PrivateTrainer(TrainerReporting):
           training that is stopped before it keeps them, to go on: delete the folder ``secret`` if it never will.
         - ``train(resume_from_checkpoint=...)`` goes on with the same batches and noise, or refuses.
         - The loss on training data is exact, and logged as ``train_loss_not_private``, next to ``epsilon``. No exact
-          statistic of the training data reaches an integration of transformers (Weights & Biases, MLflow, ...) or a
-          checkpoint, which may be uploaded.
+          statistic of the training data reaches an integration of transformers (Weights & Biases, MLflow, ...), a
+          checkpoint or the files of ``save_metrics``, which may be uploaded. ``train()`` returns it under
+          that name alone.
         - The model card says what the privacy statement says.
 
     Raises:
@@ -115,7 +116,12 @@ class PrivateTrainer(TrainerReporting):
     # What the Trainer asks for
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
-        """Trains as ``Trainer.train`` does; a second call goes on from a checkpoint or is refused."""
+        """Trains as ``Trainer.train`` does; a second call goes on from a checkpoint or is refused.
+
+        Returns:
+            the ``TrainOutput`` of ``Trainer``, with NaN as ``training_loss``: the mean loss on the training data is
+            exact, and is in ``metrics`` as ``train_loss_not_private`` alone.
+        """
         if trial is not None:
             self.hyperparameter_search()
         if self.training is not None and self.training.step_count and not resume_from_checkpoint:
@@ -294,7 +300,7 @@ class PrivateTrainer(TrainerReporting):
         if self._scores or not is_complete:
             self._write_run({} if self.args.load_best_model_at_end else self._scores)
         self._secrets.end(is_complete or self._stopped_early())
-        return output
+        return without_exact_loss(output, LOSS)
 
     def _close(self) -> None:
         """Leaves the training's loop, if it is running."""

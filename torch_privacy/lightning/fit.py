@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from ..training import PrivateTraining
 from ..training.old_spelling import hint_for, refuse_moved
 from ..training.secret_file import SecretFolder, load_secret
 from .checks import WHERE, check_trainer, steering_metrics
-from .stand_ins import KeptLogs, LoaderStandIn, PrivateOptimization, let_steps_pass
+from .stand_ins import KeptLogs, LoaderStandIn, PrivateOptimization, keep_exact_logs_here, let_steps_pass
 
+SETTINGS = ("expected_batch_size", "noise_multiplier", "target_epsilon", "delta", "num_steps")  # that loggers get
+LONGEST = 200  # characters of a clipping rule in words
 TAKEN = ("model", "optimizer", "dataset", "num_steps", "epochs", "scheduler", "collate_fn", "num_workers")
 
 
@@ -58,7 +60,9 @@ class PrivateFit(Callback):
         - Rehearsals are invisible to callbacks, loggers, progress bar and ``self.log``.
         - No key enters a checkpoint of Lightning.
         - The loggers get ``"epsilon"`` so far every ``log_every_n_steps``; it is ``"not_private/epsilon"`` if it does
-          not hold, as with a ``test_seed``.
+          not hold, as with a ``test_seed``. They get the settings, too, as ``privacy/delta`` and others.
+        - What is logged in training is exact, and reaches ``CSVLogger`` and ``TensorBoardLogger`` alone, which write
+          on this machine: not Weights & Biases, MLflow or any other logger. All get the scores of validation.
 
     Raises:
         Refused: scalar losses, manual optimization, gradient clipping or accumulation, float16, a strategy other than
@@ -89,7 +93,7 @@ class PrivateFit(Callback):
         self._steering: set[str] = set()
         self._logged: set[str] = set()  # names of what training_step logs, which is not private
         self._checkpoint_is_private = False
-        self._undo = lambda: None
+        self._undo: Callable[[], Any] = lambda: None
 
     # What Lightning calls
 
@@ -108,7 +112,8 @@ class PrivateFit(Callback):
         trainer.fit_loop._data_source = LoaderStandIn(
             trainer.fit_loop._data_source, self._privacy["expected_batch_size"]
         )
-        self._undo = let_steps_pass(pl_module)
+        undo = let_steps_pass(pl_module), keep_exact_logs_here(trainer)
+        self._undo = lambda: [one() for one in undo]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         source, num_steps = trainer.fit_loop._data_source, trainer.estimated_stepping_batches
@@ -128,6 +133,8 @@ class PrivateFit(Callback):
         if self._keys is not None and len(training.ledger) == len(training.settings.prior_releases):
             self._keys.make()
             trainer.save_checkpoint(self._keys.start)
+        for logger in trainer.loggers:
+            logger.log_hyperparams({f"privacy/{name}": value for name, value in _settings_of(training).items()})
         rank_zero_info(
             f"{WHERE}: {num_steps} steps with Poisson batches of {training.settings.expected_batch_size:g} examples "
             f"expected, out of {training.settings.num_examples}. Batches of the train DataLoader are not used."
@@ -268,6 +275,14 @@ class PrivateFit(Callback):
         epsilon = {"epsilon" if holds else "not_private/epsilon": training.profile_at_step().epsilon_high(delta)}
         for logger in trainer.loggers:
             logger.log_metrics(epsilon, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _settings_of(training: PrivateTraining) -> dict[str, Any]:
+    """Returns the settings that loggers get: those of the guarantee, and no seed, key or path."""
+    settings = training.settings
+    given = {name: getattr(settings, name) for name in SETTINGS}
+    clipping = repr(settings.clipping)[:LONGEST]
+    return {name: value for name, value in given.items() if value is not None} | {"clipping": clipping}
 
 
 def _stopped_early(trainer: Trainer) -> bool:

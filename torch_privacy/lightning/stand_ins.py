@@ -9,6 +9,7 @@ from math import ceil
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from torch import Tensor
@@ -94,6 +95,32 @@ def let_steps_pass(module: LightningModule) -> Callable[[], None]:
     own = {"_on_before_batch_transfer": on_before, "_apply_batch_transfer_handler": on_transfer}
     vars(module).update(own)
     return undo
+
+
+def sends_away(logger: Any) -> bool:
+    """True unless a logger is known to write files on this machine alone, which those of CSV and TensorBoard do."""
+    return not isinstance(logger, CSVLogger | TensorBoardLogger) or "://" in str(logger.save_dir)
+
+
+def keep_exact_logs_here(trainer: Trainer) -> Callable[[], None]:
+    """Keeps what the training logs, exact numbers, away from loggers that send it; returns a function that undoes it.
+
+    Scores of validation reach all loggers.
+    """
+    connector = trainer._logger_connector
+    log_metrics = connector.log_metrics
+
+    def log_here(metrics: Any, step: int | None = None) -> None:
+        everyone = trainer.loggers
+        if trainer.training:
+            trainer.loggers = [logger for logger in everyone if not sends_away(logger)]
+        try:
+            log_metrics(metrics, step)
+        finally:
+            trainer.loggers = everyone
+
+    vars(connector)["log_metrics"] = log_here
+    return lambda: vars(connector).pop("log_metrics", None)
 
 
 class KeptLogs:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides scikit-learn estimators that train with differential privacy, and a scaler by public bounds."""
+"""Provides scikit-learn estimators that train with differential privacy, and scalers by public bounds."""
 
 try:
     import sklearn as sklearn
@@ -10,4 +10,5 @@ except ImportError as error:
 
 from .classifier import PrivateClassifier as PrivateClassifier
 from .features import PublicScaler as PublicScaler
+from .private_scaler import PrivateScaler as PrivateScaler
 from .regressor import PrivateRegressor as PrivateRegressor

@@ -25,8 +25,18 @@ from ..mechanisms.clipping import ClippingRule
 from ..privacy.spent import Spent
 from ..support.validate import Refused, positive
 from .features import FLOATS, Bounds, are_outside, checked_bounds, standardized_columns
-from .fitting import STANDARDIZED, NetworkPlan, Target, check_folder, new_network, plan_of, rows_for, train
-from .refits import Origin, begin_fit, new_origin
+from .fitting import (
+    STANDARDIZED,
+    NetworkPlan,
+    Target,
+    check_folder,
+    new_network,
+    plan_of,
+    prior_of,
+    rows_for,
+    train,
+)
+from .refits import RemembersFits, begin_fit
 
 Array = NDArray[Any]
 
@@ -34,7 +44,7 @@ ROWS = 4096  # evaluated at once by a module of the user's own
 
 
 @dataclass(eq=False, repr=False)
-class PrivateEstimator(BaseEstimator, ABC):
+class PrivateEstimator(RemembersFits, BaseEstimator, ABC):
     """Holds what both estimators share: parameters, checks, training, memory of fits.
 
     As a dataclass, it stores the arguments as they are, which scikit-learn requires.
@@ -54,7 +64,7 @@ class PrivateEstimator(BaseEstimator, ABC):
     average: float | None = 0.1
     bounds: Bounds = (-1.0, 1.0)
     refits: str = "refuse"
-    prior_releases: Sequence[privacy.Release] = ()
+    prior_releases: Sequence[privacy.Release | BaseEstimator] = ()
     budget: privacy.DataBudget | None = None
     microbatch_size: int | None = None
     run_folder: Path | str | None = None
@@ -63,7 +73,6 @@ class PrivateEstimator(BaseEstimator, ABC):
     test_seed: int | None = None
 
     _numeric_targets = False
-    _origin: Origin = field(init=False)
     module_: nn.Module = field(init=False)
     spent_: Spent = field(init=False)
     statement_: dict[str, Any] = field(init=False)
@@ -78,7 +87,8 @@ class PrivateEstimator(BaseEstimator, ABC):
         positive(where, epsilon=self.epsilon)
         self._check_targets(where, y)
         plan = plan_of(self, len(X))
-        fit = begin_fit(where, self.refits, self._known_origin(), X, plan.releases, plan.delta)
+        counted = [release.fingerprint for release in prior_of(self) if isinstance(release, privacy.Release)]
+        fit = begin_fit(where, self.refits, self._known_origin(), X, plan.releases, plan.delta, counted)
         target = Target()
         try:
             fit.warning = self._warn_of(where, X, low, high)
@@ -131,7 +141,9 @@ class PrivateEstimator(BaseEstimator, ABC):
             return None
         name = getattr(self, "feature_names_in_", np.arange(x.shape[1]))[columns[0]]
         warning = STANDARDIZED.format(repr(str(name)))
-        warnings.warn(f"{where}: {warning}. Use PublicScaler with public bounds instead.", stacklevel=4)
+        warnings.warn(
+            f"{where}: {warning}. Use PublicScaler or PrivateScaler with public bounds instead.", stacklevel=4
+        )
         return warning
 
     def _stated(self, statement: dict[str, Any], target: Target) -> dict[str, Any]:
@@ -169,22 +181,6 @@ class PrivateEstimator(BaseEstimator, ABC):
             f"{type(self).__name__} has no partial_fit: it would spend epsilon at every call. Fit all the data at "
             "once; microbatch_size limits memory, and PrivateTraining trains in a loop of your own."
         )
-
-    def _known_origin(self) -> Origin:
-        """Returns where the estimator comes from; one without an origin was made here."""
-        if not hasattr(self, "_origin"):
-            self._origin = new_origin()
-        return self._origin
-
-    def __sklearn_clone__(self) -> Any:
-        origin = self._known_origin()
-        clone: Any = super().__sklearn_clone__()
-        clone._origin = origin._replace(is_clone=True)
-        return clone
-
-    def __getstate__(self) -> Any:
-        self._known_origin()
-        return super().__getstate__()
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()

@@ -52,7 +52,8 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         bounds: public bounds (low, high) of the features, numbers or arrays with one number per feature. Values are
             clipped to them, with a warning in ``fit``, and mapped to [-1, 1].
         refits: "refuse", "count" or "separate": what ``fit`` does if the data may have been trained on before (below).
-        prior_releases: earlier releases of the same data that are used here, such as ``[pca.release_]``.
+        prior_releases: earlier releases of the same data that are used here, such as ``[pca.release_]``; or fitted
+            transformers that made them. A `PrivateScaler` in front in a pipeline is fitted in time.
         budget: the budget of the data, ``tp.Budget.open(path, ...)``, from which ``fit`` draws once; one that does not
             fit is refused. It needs ``run_folder`` and ``classes``.
         microbatch_size: largest number of examples computed at once, to limit memory.

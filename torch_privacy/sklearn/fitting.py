@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -63,16 +64,37 @@ class Target:
     statement: Mapping[str, Any] = field(default_factory=dict)
 
 
+def default_delta(where: str, delta: float | None, num_examples: int) -> float:
+    """Returns the given delta, or one that follows from the number of examples alone; it must be below 1/n."""
+    n = num_examples
+    delta = min(USUAL_DELTA, 1 / (10 * n)) if delta is None else delta
+    strictly_between(where, 0, 1 / n, delta=delta, hint=f"It must be below 1/n for the {n} examples.")
+    return delta
+
+
+def prior_of(estimator: Any) -> list[privacy.Release]:
+    """Returns the earlier releases that the estimator's epsilon covers, those of fitted transformers among them."""
+    found, given = [], estimator.prior_releases
+    for one in [given] if isinstance(given, BaseEstimator) else given:
+        if isinstance(one, BaseEstimator) and not hasattr(one, "release_"):
+            raise Refused(
+                f"{type(estimator).__name__}.fit: prior_releases has a {type(one).__name__} that is not fitted, so "
+                "what it releases is not known. Fit it first, or put the same object in front in the pipeline, without "
+                "memory= there."
+            )
+        found.append(one.release_ if isinstance(one, BaseEstimator) else one)  # pyright: ignore
+    return found
+
+
 def plan_of(estimator: Any, num_examples: int) -> NetworkPlan:
     """Returns delta, batch size and number of steps; by default they are functions of the number of examples alone."""
-    n, size, delta = num_examples, estimator.batch_size, estimator.delta
+    n, size = num_examples, estimator.batch_size
     if size is None:
         size = min(n, max(256, n // 50))
     where = type(estimator).__name__
     in_range(where, 0, n, batch_size=size, hint="It is the mean size of a batch.")
     steps = number_of_steps(None, estimator.epochs, n, size)
-    delta = min(USUAL_DELTA, 1 / (10 * n)) if delta is None else delta
-    strictly_between(where, 0, 1 / n, delta=delta, hint=f"It must be below 1/n for the {n} examples.")
+    delta = default_delta(where, estimator.delta, n)
     noise = privacy.calibrate(float(estimator.epsilon), delta, sampling_probability=size / n, num_steps=steps)
     return NetworkPlan(delta, size, steps, [(_step(noise, size / n), steps)])
 
@@ -119,7 +141,7 @@ def _noise_of(estimator: Any, plan: NetworkPlan, target: Target) -> tuple[float 
     epsilon = float(estimator.epsilon)
     if not target.releases:
         return epsilon, None
-    others = [(release.event, 1) for release in estimator.prior_releases]
+    others = [(release.event, 1) for release in prior_of(estimator)]
     ((gaussian, failing), (step, count)) = (release.event for release in target.releases), plan.releases[0]
     assert isinstance(failing, privacy.KnownProfile)
     assert isinstance(step, privacy.SubsampledGaussian)
@@ -191,7 +213,7 @@ def train(
             noise_multiplier=noise,
             delta=plan.delta,
             performance=Performance(microbatch_size=estimator.microbatch_size),
-            prior_releases=(*estimator.prior_releases, *target.releases),
+            prior_releases=(*prior_of(estimator), *target.releases),
             run_folder=estimator.run_folder,
             test_seed=estimator.test_seed,
         )
@@ -208,11 +230,11 @@ def train(
         fit.end(made, warning)
     assert training is not None
     released.load_state_dict((network if mean is None else mean.model).state_dict())
-    spent, statement = _of_all(fit, spent, statement, warning)
+    spent, statement = of_all_fits(fit, spent, statement, warning)
     return Fitted(released.requires_grad_(False).eval(), spent, statement, training.step_count)
 
 
-def _of_all(fit: Fit, spent: Spent, statement: dict[str, Any], warning: str | None) -> tuple[Spent, dict[str, Any]]:
+def of_all_fits(fit: Fit, spent: Spent, statement: dict[str, Any], warning: str | None) -> tuple[Spent, dict[str, Any]]:
     """Returns what was spent with the earlier fits that count, and with the warnings of all."""
     if fit.earlier:
         releases = [release for past in [*fit.earlier, fit] for release in past.releases]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -48,6 +48,7 @@ class Fit:
     releases: Releases
     warning: str | None = None
     earlier: list[Fit] = field(default_factory=list)  # of the same data, if they are to be counted
+    fingerprint: str = ""  # of the release of a scaler
 
     def end(self, releases: Releases, warning: str | None) -> None:
         """Notes what was released; forgets the fit if that is nothing."""
@@ -56,21 +57,53 @@ class Fit:
             with _LOCK:
                 _FITS.remove(self)
 
+    def is_of_scaler(self, fingerprint: str, rows: NDArray[np.uint64]) -> None:
+        """Notes the release of a scaler, and the digests of the rows that it gives, which an estimator may see."""
+        self.rows, self.fingerprint = np.union1d(self.rows, rows), fingerprint
 
-def new_origin() -> Origin:
-    """Returns the origin of an estimator that was made in this process, and is no clone."""
-    return Origin(_PROCESS, next(_families), False)
+
+class RemembersFits:
+    """Notes for an estimator where it comes from; in clones and pickles, too."""
+
+    _origin: Origin
+
+    def _known_origin(self) -> Origin:
+        """Returns where the estimator comes from; one without an origin was made here."""
+        if not hasattr(self, "_origin"):
+            self._origin = Origin(_PROCESS, next(_families), False)
+        return self._origin
+
+    def __sklearn_clone__(self) -> Any:
+        origin = self._known_origin()
+        clone: Any = super().__sklearn_clone__()  # pyright: ignore[reportAttributeAccessIssue]
+        clone._origin = origin._replace(is_clone=True)
+        return clone
+
+    def __getstate__(self) -> Any:
+        self._known_origin()
+        return super().__getstate__()
 
 
 def digests(x: NDArray[Any]) -> NDArray[np.uint64]:
     """Returns the sorted keyed digests of rows (n, d), as float32; equal rows have equal digests."""
-    rows = np.ascontiguousarray(x.astype(np.float32) + np.float32(0))  # no negative zeros
+    with np.errstate(over="ignore"):
+        rows = np.ascontiguousarray(x.astype(np.float32) + np.float32(0))  # no negative zeros
     found = b"".join(blake2b(row.tobytes(), key=_KEY, digest_size=8).digest() for row in rows)
     return np.sort(np.frombuffer(found, np.uint64))
 
 
-def begin_fit(where: str, refits: str, origin: Origin, x: NDArray[Any], planned: Releases, delta: float) -> Fit:
+def begin_fit(
+    where: str,
+    refits: str,
+    origin: Origin,
+    x: NDArray[Any],
+    planned: Releases,
+    delta: float,
+    counted: Collection[str] = (),
+) -> Fit:
     """Returns the fit of these rows, noted with what it will release at most; refuses it if ``refits`` says so.
+
+    ``counted`` are the fingerprints of earlier releases that the fit's epsilon covers anyway.
 
     Raises:
         Refused: by default, if the estimator is a clone, comes from another process, or if it, a clone of it, or
@@ -92,7 +125,18 @@ def begin_fit(where: str, refits: str, origin: Origin, x: NDArray[Any], planned:
         )
     fit = Fit(digests(x), origin.family, planned)
     with _LOCK:
-        earlier = [past for past in _FITS if past.family == fit.family or np.isin(fit.rows, past.rows).any()]
+        earlier = [
+            past
+            for past in _FITS
+            if (past.family == fit.family or np.isin(fit.rows, past.rows).any())
+            and not (past.fingerprint and past.fingerprint in counted)
+        ]
+        if refits == "refuse" and earlier and earlier[-1].fingerprint and earlier[-1].family != fit.family:
+            raise Refused(
+                f"{where}: a PrivateScaler was fitted to rows that are in X, as they were or scaled, and that is a "
+                "release, too. Nothing further was released. Pass prior_releases=[scaler], and epsilon covers both. "
+                f"{_choices(refits)}"
+            )
         if refits == "refuse" and earlier:
             how = "this estimator, or a clone of it," if earlier[-1].family == fit.family else "another estimator"
             raise Refused(

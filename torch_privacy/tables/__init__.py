@@ -8,6 +8,7 @@ from .defaults import Defaults as Defaults
 from .defaults import defaults as defaults
 from .encode import Encoded as Encoded
 from .encode import Encoder as Encoder
+from .foresight import doubt_of as doubt_of
 from .learn import Learnt as Learnt
 from .learn import TableError as TableError
 from .learn import learn as learn

@@ -19,6 +19,7 @@ from ..support.validate import positive, strictly_between, whole
 from ..training.bound_data import reserve
 from .cells import Cells, dates, numbers, read_cells
 from .extra import needed
+from .foresight import doubt_of
 from .mechanisms import CountNoise, frequent, noisy_counts
 from .price import LearningBudget
 from .ranges import is_unscaled, learn_ranges
@@ -127,7 +128,8 @@ def learn(
 
     Raises:
         ValueError: the table lacks columns of the schema, an owner is missing, or a number is out of range.
-        TableError: the target cannot be predicted: constant, empty, or too rare values. ``error.releases`` were made.
+        TableError: the target cannot be predicted: constant, empty, or too rare values. ``error.releases`` were made;
+            none if the number of rows and epsilon alone show that its classes or bounds cannot be learnt.
         ImportError: opendp or pandas is not installed.
 
     Source: Canonne, Kamath & Steinke (2020), arXiv:2004.00010 (noise); Rogers (2023), arXiv:2309.09170 (thresholds).
@@ -144,6 +146,9 @@ def learn(
     # with owners their number is public, and that of their rows is not
     n = len(frame) if owners is None else len(owner_codes(owners, len(frame), "learn")[1])
     parts = LearningBudget.of(schema, n, rows, epsilon, delta, scales=scales)
+    doubt = doubt_of(schema, n, parts)
+    if doubt is not None and doubt.is_certain:
+        raise TableError(f"{doubt.what[0].upper()}{doubt.what[1:]}.", (), doubt.lines)
     if budget is None:
         return _Learning(schema, frame.iloc[kept], parts, record).learnt()
     planned = [(e if owners is None else replace(e, unit=budget.unit), k) for e, k in parts.events]  # type: ignore

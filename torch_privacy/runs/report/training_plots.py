@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -153,7 +155,7 @@ def score_plot(rows: Sequence[Metrics], measure: Measure) -> str:
 def loss_axes() -> tuple[Figure, Axes]:
     """Returns the axes of the training loss over epochs."""
     figure, axes = new_axes("Training loss (not private)", "epoch", "mean loss")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_numbers(axes.xaxis)
     return figure, axes
 
 
@@ -192,7 +194,7 @@ def score_axes(measure: Measure) -> tuple[Figure, Axes]:
     """Returns the axes of a test score over epochs."""
     name = measure.name[0].upper() + measure.name[1:]
     figure, axes = new_axes(f"{name} on held-out examples", "epoch", f"test {measure.name}{' (%)' * measure.percent}")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_numbers(axes.xaxis)
     return figure, axes
 
 
@@ -214,7 +216,7 @@ def epsilon_plot(rows: Sequence[Metrics], delta: float) -> str:
     axes.plot(epochs, high, color=FIRST, **_markers(len(rows)))
     _label(axes, f"at most {round_up(float(high[-1]))}", (epochs[-1], float(high[-1])), (-6, 6), FIRST, ha="right")
     axes.set_ylim(0, max(1.15 * max(high[np.isfinite(high)], default=1), SMALLEST_AXIS))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_numbers(axes.xaxis)
     return as_svg(figure)
 
 
@@ -263,9 +265,19 @@ def _scale_deltas(axes: Axes) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"10{f'{np.log10(value):.0f}'.translate(SUPERSCRIPTS)}")
 
 
+def page_style() -> AbstractContextManager[None]:
+    """Returns a context in which plots have the page's style."""
+    return matplotlib.rc_context(PAGE_STYLE)
+
+
+def whole_numbers(axis: Axis) -> None:
+    """Puts the ticks of an axis at whole numbers."""
+    axis.set_major_locator(MaxNLocator(integer=True))
+
+
 def new_axes(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     """Returns an empty plot in the page's style."""
-    with matplotlib.rc_context(PAGE_STYLE):
+    with page_style():
         figure = Figure(figsize=(4.6, 3.3), layout="constrained")
         axes = figure.subplots()
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
@@ -291,7 +303,7 @@ def as_svg(figure: Figure) -> str:
     """Returns the figure as an ``<svg>`` element in the page's colors."""
     text = io.StringIO()
     no_metadata = dict.fromkeys(["Creator", "Date", "Format", "Type"])
-    with matplotlib.rc_context(PAGE_STYLE):
+    with page_style():
         figure.savefig(text, format="svg", transparent=True, metadata=no_metadata)
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
@@ -332,7 +344,7 @@ def _overlaid_epsilons(runs: Sequence[Training]) -> str:
         spent = [(row.epoch, row.epsilon_high) for row in run.rows if row.epsilon_high is not None]
         axes.plot(*np.array(spent, float).reshape(-1, 2).T, **style)
     scale_epsilons(axes)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_numbers(axes.xaxis)
     return as_svg(figure)
 
 

@@ -6,16 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.ticker import MaxNLocator
 
 from ...privacy import Profile
 from ...privacy.rounding import round_up
 from ...runs.report import audit as audit_section
 from ...runs.report import html
-from ...runs.report.style import PAGE_STYLE
-from ...runs.report.training_plots import FIRST, SECOND, as_svg, new_axes
+from ...runs.report.training_plots import FIRST, SECOND, as_svg, new_axes, page_style, whole_numbers
 from .judge import Judgement
 
 WORST = 10  # pairs in the table
@@ -143,7 +140,7 @@ def _worst(found: Judgement) -> list[tuple[str, str]]:
 def _columns_plot(found: Judgement) -> str:
     figure, axes = new_axes("Single columns", "distance (%)", "")
     names = sorted(found.one_way, key=lambda name: found.one_way[name])
-    with matplotlib.rc_context(PAGE_STYLE):
+    with page_style():
         figure.set_size_inches(4.6, max(1.6, 0.24 * len(names) + 0.9))
         axes.barh([_short(name) for name in names], [100 * found.one_way[name] for name in names], color=FIRST)
         axes.set_xlim(left=0)
@@ -152,10 +149,10 @@ def _columns_plot(found: Judgement) -> str:
 
 def _pairs_plot(found: Judgement) -> str:
     figure, axes = new_axes("Pairs of columns", "distance (%)", "pairs")
-    with matplotlib.rc_context(PAGE_STYLE):
+    with page_style():
         axes.hist([100 * value for value in found.two_way.values()], bins=20, color=FIRST)
         axes.axvline(100 * found.sampling, color="#020202", linestyle="--", linewidth=1.2)
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        whole_numbers(axes.yaxis)
         axes.set_xlim(left=0)
     return as_svg(figure)
 
@@ -165,7 +162,7 @@ def _scores_plot(found: Judgement) -> str:
     figure, axes = new_axes("Test on real rows", f"{found.measure}{' (%)' if is_share else ''}", "")
     names = list(found.scores)[::-1]
     values = [found.scores[name] * (100 if is_share else 1) for name in names]
-    with matplotlib.rc_context(PAGE_STYLE):
+    with page_style():
         figure.set_size_inches(6.4, 2.0)
         bars = axes.barh(names, values, color=[SECOND if name == "synthetic rows" else FIRST for name in names])
         axes.bar_label(bars, fmt="{:.1f}" if is_share else "{:.4g}", padding=4)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the range in which numbers lie from noisy histograms; all but the histograms is public arithmetic.
+
+The first histogram has public bins for all sizes of numbers, and finds where values are. The second divides that range
+into equal bins. This holds for values of a narrow range and for values that repeat, where an exponential mechanism has
+nothing to choose between.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SMALLEST, LARGEST = -4, 10  # powers of ten of the sizes that are distinguished
+PER_DECADE = 40
+FINE_BINS = 64
+STANDS_OUT = (5.0, 4.0)  # standard deviations of the noise, in the first and the second histogram
+WIDTHS = (1, 4, 16, 40)  # numbers of neighboring bins that are looked at together
+Ends = NDArray[np.float64]  # (bins + 1,): where bins end, in increasing order
+Counts = NDArray[Any]  # (bins,): integers, or floats with noise
+
+
+@cache
+def ends_of_numbers(per_decade: int = PER_DECADE) -> Ends:
+    """Returns the ends of the first bins of numbers: 40 in each decade from 1e-4 to 1e10, both signs, one around 0."""
+    sizes = 10 ** (np.arange(SMALLEST * per_decade, LARGEST * per_decade + 1) / per_decade)
+    return np.concatenate([[-1e12], -sizes[::-1], sizes, [1e12]])
+
+
+def ends_within(ends: Ends, low: float, high: float) -> Ends:
+    """Returns the ends of the bins between two bounds, the bounds among them."""
+    return np.unique(np.concatenate([[low], ends.clip(low, high), [high]]))
+
+
+def histogram(values: NDArray[np.float64], ends: Ends) -> NDArray[np.int64]:
+    """Returns the number of values in each bin; those beyond all bins count in the outermost, NaN nowhere."""
+    kept = values[~np.isnan(values)]
+    bins = np.clip(np.searchsorted(ends, kept, side="right") - 1, 0, len(ends) - 2)
+    return np.bincount(bins, minlength=len(ends) - 1)
+
+
+def standing_out(counts: Counts, ends: Ends, least: float) -> tuple[float, float] | None:
+    """Returns the range of the bins with more than noise, None if there is none.
+
+    ``least`` is for a single bin; of w neighbors together, which are looked at next, ``least √w`` must be exceeded by
+    what has not stood out before. So the long tail of a distribution counts, too.
+    """
+    rest, found = counts.astype(float), np.zeros(len(counts), bool)
+    for width in WIDTHS:
+        starts = np.arange(0, len(rest), width)
+        sums = np.add.reduceat(rest, starts)
+        stands = np.repeat(sums > least * math.sqrt(width), width)[: len(rest)]
+        found |= stands
+        rest[stands] = 0.0
+    if not found.any():
+        return None
+    places = np.flatnonzero(found)
+    low, high = float(ends[places[0]]), float(ends[places[-1] + 1])
+    tiny = 10.0**SMALLEST
+    low, high = (0.0 if low == -tiny else low), (0.0 if high == tiny and low < -tiny else high)
+    return low, 1.0 if (low, high) == (0.0, tiny) else high  # values that are nearly all 0
+
+
+def fine_ends(low: float, high: float) -> Ends:
+    """Returns the ends of the second bins."""
+    return np.linspace(low, high, FINE_BINS + 1)
