@@ -20,7 +20,7 @@ import torch_privacy as tp
 from torch_privacy import privacy, tables
 from torch_privacy.cli import run
 from torch_privacy.cli.own_table import is_table
-from torch_privacy.experiments import own_table, runner
+from torch_privacy.experiments import own_table, runner, table_file
 from torch_privacy.experiments.auditing import subject_of
 from torch_privacy.experiments.own_table import complete
 from torch_privacy.experiments.runner import Run
@@ -461,6 +461,6 @@ def test_schema_command_writes_over_a_file_only_if_forced(file, tmp_path, capsys
 
 def test_missing_library_for_tables_is_named_with_its_extra(file, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    own_table._read.cache_clear()
+    table_file._read.cache_clear()
     assert run(["train", str(file), *TRAIN]) == 2
     assert "pip install 'torch-privacy[tables]'" in capsys.readouterr().err

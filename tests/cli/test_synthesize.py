@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from torch_privacy.cli import run
-from torch_privacy.experiments.own_table import SHAPE
+from torch_privacy.experiments.table_file import SHAPE
 from torch_privacy.runs.verify import verify
 
 SCHEMA = """

@@ -59,8 +59,8 @@ def predict(
     They follow from the released model alone, so they cost no privacy of the rows that it was trained on. The table
     needs the run's columns, in any order, without the target. Its own rows are not protected.
     """
-    from torch_privacy.experiments.own_table import needing_extra
     from torch_privacy.experiments.predictions import Predictor
+    from torch_privacy.experiments.table_file import needing_extra
 
     if output is not None and output.exists() and file.exists() and output.samefile(file):
         raise ValueError(f"predict: --output {output} is the table itself. Name another file.")

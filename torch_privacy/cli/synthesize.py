@@ -132,8 +132,8 @@ def _draw(
     """Draws rows from a finished run, and writes them."""
     import secrets
 
-    from torch_privacy.experiments.own_table import needing_extra
     from torch_privacy.experiments.predictions import Predictions
+    from torch_privacy.experiments.table_file import needing_extra
     from torch_privacy.support.write_file import PUBLIC, write_whole
 
     seed, place = secrets.randbits(32) if seed is None else seed, out or folder / "rows.csv"

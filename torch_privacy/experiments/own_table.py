@@ -7,16 +7,13 @@ A run keeps the completed schema: `torch_privacy.experiments.predictions` encode
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import Subset
@@ -26,19 +23,31 @@ from torch_privacy import privacy, tables
 from torch_privacy.experiments import table_notes, table_scores
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.table_budget import Draft, learning_budget
+from torch_privacy.experiments.table_file import (
+    SHAPE,
+    check_column,
+    check_owner,
+    column_names,
+    declared,
+    digest_of,
+    needing_extra,
+    num_owners,
+    num_units,
+    owners_in,
+    shape_in,
+    table_in,
+)
 from torch_privacy.experiments.table_notes import declared_in
 from torch_privacy.experiments.table_settings import TEST_SHARE, TableSettings
 from torch_privacy.experiments.task import Task, seeded
 from torch_privacy.runs.rows import ACCURACY_COLUMN, SCORE
 from torch_privacy.support import validate as _check
 from torch_privacy.support.ranks import Ranks
-from torch_privacy.support.read_file import opened
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 MOST_UNITS = 65536
-SHAPE = "how the file writes numbers and dates, as most cells show (without a schema file, which would declare it)"
 SHOWN_WITHOUT_NOISE = "the number of rows of the table, and that its target is not refused"
 
 
@@ -49,7 +58,9 @@ def template(path: Path, target: str | None, *, ignore: tuple[str, ...] = ()) ->
     """Returns the template of a table's schema file, from names, storage types and the shape of the file."""
     with needing_extra():
         if target is None:
-            raise ValueError(f"schema: name the column to predict with --target, one of {_names(table_in(path))}.")
+            raise ValueError(
+                f"schema: name the column to predict with --target, one of {column_names(table_in(path))}."
+            )
         check_column("schema", "target", target, table_in(path), path)
         return tables.Schema.template(path, target, ignore=ignore, shape=shape_in(path)).to_toml()
 
@@ -63,7 +74,7 @@ def complete(path: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
     with needing_extra():
         frame = table_in(path)
         if "target" not in chosen:
-            raise ValueError(f"train: name the column to predict with --target, one of {_names(frame)}.")
+            raise ValueError(f"train: name the column to predict with --target, one of {column_names(frame)}.")
         check_column("train", "target", chosen["target"], frame, path)
         check_owner(chosen, frame, path)
         schema = declared(path, chosen["target"], chosen.get("schema"), chosen.get("owner"))
@@ -104,6 +115,31 @@ def complete(path: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "hidden_units": widths}
 
 
+class _Split(NamedTuple):
+    """The table, and which of its rows train and which test."""
+
+    frame: DataFrame
+    digest: str  # of the file
+    owners: Any  # of each row, or None
+    train_rows: Any
+    test_rows: Any
+
+    @staticmethod
+    def of(settings: TableSettings, path: Path) -> _Split:
+        frame = table_in(path)
+        owners = owners_in(frame, settings.owner, path)
+        rows = tables.split(len(frame), seed=settings.seed, share=settings.test_share, owners=owners)
+        return _Split(frame, digest_of(path), owners, *rows)
+
+    @property
+    def num_units(self) -> int:
+        """Returns the number of training rows, or of their owners."""
+        return num_units(self.owners, self.train_rows)
+
+    def owners_of(self, rows: Any) -> Any:
+        return None if self.owners is None else self.owners[rows]
+
+
 def build_task(
     settings: TableSettings,
     released: Mapping[str, Any] | None = None,
@@ -118,66 +154,62 @@ def build_task(
     _check.strictly_between("train", 0, 1, schema_share=settings.schema_share, test_share=settings.test_share)
     path, ranks = Path(settings.file), Ranks.here("train")
     with ranks.together("reads the table"), needing_extra():
-        frame, digest = table_in(path), _digest(path)
-        owners = owners_in(frame, settings.owner, path)
-        train_rows, test_rows = tables.split(len(frame), seed=settings.seed, share=settings.test_share, owners=owners)
-        if released and released["digest"] != digest:
+        split = _Split.of(settings, path)
+        if released and released["digest"] != split.digest:
             raise ValueError(f"train: {path}: was changed since the run began. Restore it; another table is a new run.")
-    n = num_units(owners, train_rows)
-    draft = None if settings.budget is None else Draft(settings, n, _count(owners))
-    if not released:
-        hint = f"It must be below 1/n for the {n:,} that train; 1 / (10 n) or less is usual."
-        _check.strictly_between("train", 0, 1 / n, delta=settings.delta, hint=hint)  # before anything is spent
-        of_rows = None if owners is None else owners[train_rows]
-        with ranks.together("learns what the schema leaves open"):
-            found = None
-            if ranks.is_first:
-                found = _learn(settings, frame, train_rows, of_rows, new_ledger, draft)
-        released = ranks.from_first(found)
-        assert released is not None
-        released = {**released, "digest": digest}
+    owners = split.owners
+    draft = None if settings.budget is None else Draft(settings, split.num_units, num_owners(owners))
+    known = released or {**_learnt_on_first(settings, split, ranks, new_ledger, draft), "digest": split.digest}
     with ranks.together("opens the budget"):
-        budget = draft.bound(tables.rows_of(frame)) if draft is not None and ranks.is_first else None
-    budget = ranks.from_first(budget)
+        budget = draft.bound(tables.rows_of(split.frame)) if draft is not None and ranks.is_first else None
+    return _task(settings, split, known, ranks.from_first(budget))
+
+
+def _learnt_on_first(
+    settings: TableSettings,
+    split: _Split,
+    ranks: Ranks,
+    new_ledger: Callable[..., privacy.Ledger] | None,
+    draft: Draft | None,
+) -> dict[str, Any]:
+    """Returns what the first rank learns privately of the training rows, on all ranks."""
+    n = split.num_units
+    hint = f"It must be below 1/n for the {n:,} that train; 1 / (10 n) or less is usual."
+    _check.strictly_between("train", 0, 1 / n, delta=settings.delta, hint=hint)  # before anything is spent
+    with ranks.together("learns what the schema leaves open"):
+        of_rows = split.owners_of(split.train_rows)
+        found = _learn(settings, split.frame, split.train_rows, of_rows, new_ledger, draft) if ranks.is_first else None
+    learnt = ranks.from_first(found)
+    assert learnt is not None
+    return learnt
+
+
+def _task(settings: TableSettings, split: _Split, released: Mapping[str, Any], budget: Any) -> Task:
+    """Returns the training on a split table by a completed schema."""
+    path, frame, n = Path(settings.file), split.frame, split.num_units
     schema = tables.Schema.from_toml(released["schema"])
     encoder = tables.Encoder(schema)
-    train, test = encoder.encode(frame.iloc[train_rows]), encoder.encode(frame.iloc[test_rows])
+    train, test = encoder.encode(frame.iloc[split.train_rows]), encoder.encode(frame.iloc[split.test_rows])
     threshold = table_scores.threshold_of(settings.threshold, schema)
     known = torch.nonzero(test.has_target).flatten().tolist()
     if not known:
         raise ValueError(f"train: {path}: no test row has a target; take a larger --test-share.")
-    prior = [
-        privacy.Release(privacy.event_from_dict(event), fingerprint)
-        for event, fingerprint in zip(released["events"], released["fingerprints"], strict=True)
-    ]
-    found = tables.defaults(n, settings.target_epsilon or 1.0, settings.delta)
-    rule = tp.Flat(settings.clip_norm) if settings.clipping == "flat" else tp.Automatic(settings.clip_norm)
-    private: dict[str, Any] = {"clipping": rule, "prior_releases": prior, "budget": budget}
-    if noise := released.get("noise_multiplier"):  # reserved together with what was learnt
-        private |= {"noise_multiplier": noise, "target_epsilon": None}
-    of_owners: dict[str, Any] = {}
-    if owners is not None:
-        of_owners = {
-            "owners": owners[train_rows],
-            "per_owner": settings.per_owner,
-            "owner_name": table_notes.event_unit(settings),
-        }
+    scored, declarations = Subset(test.dataset(), known), released.get("declared", ())
+    tested_owners = None if split.owners is None else split.owners[split.test_rows][known]
+    choice = tables.defaults(n, settings.target_epsilon or 1.0, settings.delta)
+    private = _private_settings(settings, released, budget)
+    prior = private["prior_releases"]
+    shape = () if settings.schema else (f"{path.name}: {shape_in(path).in_words()}; taken as public.",)
     return Task(
         train=train.dataset(),
-        test=Subset(test.dataset(), known),
+        test=scored,
         new_model=partial(seeded, partial(tables.new_model, schema, settings.hidden_units), settings.seed),
-        new_optimizer=replace(found, learning_rate=settings.learning_rate).new_optimizer,
+        new_optimizer=replace(choice, learning_rate=settings.learning_rate).new_optimizer,
         losses=tables.losses,
         score=table_scores.score_of(schema, encoder, threshold),
-        more_scores=partial(
-            table_scores.more_scores,
-            encoder,
-            Subset(test.dataset(), known),
-            threshold,
-            None if owners is None else owners[test_rows][known],
-        ),
+        more_scores=partial(table_scores.more_scores, encoder, scored, threshold, tested_owners),
         private=lambda model: private,
-        owners=of_owners,
+        owners=_owner_settings(settings, split),
         average=settings.average,
         released=released,
         not_covered=(SHOWN_WITHOUT_NOISE, *(() if settings.schema else (SHAPE,))),
@@ -186,17 +218,37 @@ def build_task(
         unit=table_notes.unit(settings),
         schema=released["schema"],
         rows=tables.rows_of(frame),
-        notes=(
-            *frame.attrs.get("notes", ()),
-            *(() if settings.schema else (f"{path.name}: {shape_in(path).in_words()}; taken as public.",)),
-            *table_notes.notes(settings, schema, n, released, prior),
-        ),
-        declared=tuple(released.get("declared", ())),
+        notes=(*frame.attrs.get("notes", ()), *shape, *table_notes.notes(settings, schema, n, released, prior)),
+        declared=tuple(declarations),
         exact=(
             *(() if prior else table_notes.exact(train)),
-            *table_notes.rare(schema, frame.iloc[train_rows], released.get("declared", ())),
+            *table_notes.rare(schema, frame.iloc[split.train_rows], declarations),
         ),
     )
+
+
+def _private_settings(settings: TableSettings, released: Mapping[str, Any], budget: Any) -> dict[str, Any]:
+    """Returns the arguments of `PrivateTraining` that follow from what was learnt."""
+    prior = [
+        privacy.Release(privacy.event_from_dict(event), fingerprint)
+        for event, fingerprint in zip(released["events"], released["fingerprints"], strict=True)
+    ]
+    rule = tp.Flat(settings.clip_norm) if settings.clipping == "flat" else tp.Automatic(settings.clip_norm)
+    found: dict[str, Any] = {"clipping": rule, "prior_releases": prior, "budget": budget}
+    if noise := released.get("noise_multiplier"):  # reserved together with what was learnt
+        found |= {"noise_multiplier": noise, "target_epsilon": None}
+    return found
+
+
+def _owner_settings(settings: TableSettings, split: _Split) -> dict[str, Any]:
+    """Returns the arguments of `Examples` for rows that have owners."""
+    if split.owners is None:
+        return {}
+    return {
+        "owners": split.owners_of(split.train_rows),
+        "per_owner": settings.per_owner,
+        "owner_name": table_notes.event_unit(settings),
+    }
 
 
 def _learn(
@@ -308,115 +360,6 @@ class _Kept:
     def close(self) -> None:
         if self._ledger is not None:
             self._ledger.close()
-
-
-def _count(owners: Any) -> int | None:
-    """Returns the number of owners of all rows, if rows have owners."""
-    return None if owners is None else len(set(owners))
-
-
-def num_units(owners: Any, rows: Any) -> int:
-    """Returns the number of rows, or of their owners."""
-    return len(rows) if owners is None else len(set(owners[rows]))
-
-
-def declared(path: Path, target: str, file: str | None, owner: str | None, where: str = "train") -> tables.Schema:
-    """Returns the schema that the user declares public, or the cautious template."""
-    ignored = () if owner is None else (owner,)
-    if file is None:
-        return tables.Schema.template(path, target, ignore=ignored, shape=shape_in(path))
-    schema = tables.Schema.read(file)
-    if schema.target != target:
-        raise ValueError(f"{where}: {file}: is the schema for the target {schema.target!r}, not for {target!r}.")
-    if any(column.name == owner and column.kind != "ignored" for column in schema.columns):
-        raise ValueError(f'{where}: {file}: {owner!r} names the persons; give it kind = "ignored" in the schema.')
-    schema.check_frame(table_in(path), str(path))
-    return schema
-
-
-@lru_cache(maxsize=1)
-def _shape(path: Path, changed: int, size: int) -> tables.Shape:
-    return tables.shape_of(_read(path, changed, size), tables.Schema.missing)
-
-
-def shape_in(path: Path) -> tables.Shape:
-    """Returns how the numbers and dates of a file are written, which is public by declaration."""
-    state = path.stat()
-    return _shape(path.absolute(), state.st_mtime_ns, state.st_size)
-
-
-def check_column(where: str, option: str, name: str, frame: DataFrame, path: Path) -> None:
-    """Refuses the name of a column that the table lacks."""
-    if name not in frame.columns:
-        close = get_close_matches(name, map(str, frame.columns), n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{where}: --{option} {name!r} is no column of {path}, which has {_names(frame)}.{hint}")
-
-
-def check_owner(chosen: Mapping[str, Any], frame: DataFrame, path: Path, where: str = "train") -> None:
-    """Refuses options of the persons that do not belong together, or name no column."""
-    owner, most = chosen.get("owner"), chosen.get("per_owner")
-    if (owner is None) != (most is None):
-        raise ValueError(
-            f"{where}: --owner COLUMN and --per-owner K belong together: the column that names the person of each row, "
-            "and the largest number of rows of one person to use."
-        )
-    if owner is None or most is None:
-        return
-    _check.whole(where, at_least=1, per_owner=most)
-    check_column(where, "owner", owner, frame, path)
-    if owner == chosen["target"]:
-        raise ValueError(f"{where}: --owner {owner!r} is the target; name the column of the persons.")
-
-
-def owners_in(frame: DataFrame, owner: str | None, path: Path, where: str = "train") -> Any:
-    """Returns the person of each row, or None; refuses rows without a person, which would not be protected."""
-    if owner is None:
-        return None
-    column = frame[owner]
-    empty = column.isna() | (column.astype("string").str.strip() == "")
-    if empty.any():
-        raise ValueError(
-            f"{where}: {path}: some rows have no {owner!r}. Every row must name its person: fill in what is missing, "
-            "or delete these rows."
-        )
-    return column.astype("string").str.strip().to_numpy(dtype=str)
-
-
-def _names(frame: DataFrame) -> str:
-    return _check.quoted(map(str, frame.columns), at_most=table_notes.MOST_NAMES)
-
-
-def table_in(path: Path) -> DataFrame:
-    """Returns the table in a file, from memory if the file is unchanged."""
-    try:
-        state = path.stat()
-    except OSError:
-        return tables.read_table(path)
-    return _read(path.absolute(), state.st_mtime_ns, state.st_size)
-
-
-@lru_cache(maxsize=1)
-def _read(path: Path, changed: int, size: int) -> DataFrame:
-    return tables.read_table(path)
-
-
-def _digest(path: Path) -> str:
-    """Returns the SHA-256 of the table, which is as secret as the table: a guess of it can be verified."""
-    with opened(path) as file:
-        digest = hashlib.sha256()
-        while part := file.read(2**20):
-            digest.update(part)
-        return digest.hexdigest()
-
-
-@contextmanager
-def needing_extra() -> Iterator[None]:
-    """Refuses in one sentence, which names the extra, if a library for tables is missing."""
-    try:
-        yield
-    except ImportError as error:
-        raise ValueError(str(error)) from None
 
 
 def _no_rows(quick: bool) -> Sequence[Any]:

@@ -112,15 +112,15 @@ def resume(folder: Path) -> Job:
 
 def _job(folder: Path, settings: SyntheticTableSettings) -> Job:
     from torch_privacy import privacy, tables
-    from torch_privacy.experiments import own_table
+    from torch_privacy.experiments import table_file
     from torch_privacy.support.units import ONE_EXAMPLE, unit_of_column
     from torch_privacy.tables.synthesis import GeneratorRun, SynthesisSettings
     from torch_privacy.tables.synthesis.source import FEWEST
     from torch_privacy.training.bound_data import bind_data
 
     path, target = Path(settings.file), settings.target
-    with own_table.needing_extra():
-        frame = own_table.table_in(path)
+    with table_file.needing_extra():
+        frame = table_file.table_in(path)
         if len(frame) < FEWEST:
             raise ValueError(
                 f"{WHERE}: {path} has {len(frame)} rows, and {FEWEST} or more are needed beside epsilon's noise."
@@ -128,13 +128,13 @@ def _job(folder: Path, settings: SyntheticTableSettings) -> Job:
         if not target and settings.schema is not None:
             target = tables.Schema.read(settings.schema).target
         if target:
-            own_table.check_column(WHERE, "target", target, frame, path)
-        own_table.check_owner(
+            table_file.check_column(WHERE, "target", target, frame, path)
+        table_file.check_owner(
             {"owner": settings.owner, "per_owner": settings.per_owner, "target": ""}, frame, path, WHERE
         )
-        schema = own_table.declared(path, target, settings.schema, settings.owner, WHERE)
+        schema = table_file.declared(path, target, settings.schema, settings.owner, WHERE)
         _check.strictly_between(WHERE, 0, 1, test_share=settings.test_share)
-        owners = own_table.owners_in(frame, settings.owner, path, WHERE)
+        owners = table_file.owners_in(frame, settings.owner, path, WHERE)
         train_rows, test_rows = tables.split(len(frame), share=settings.test_share, owners=owners)
         n = len(train_rows) if owners is None else len(set(owners[train_rows]))
         of_run = SynthesisSettings(
@@ -158,5 +158,5 @@ def _job(folder: Path, settings: SyntheticTableSettings) -> Job:
             of_budget=(frame, num_owners),
             written={**asdict(settings), "delta": of_run.delta},
         )
-    shape = () if settings.schema else (own_table.SHAPE,)
+    shape = () if settings.schema else (table_file.SHAPE,)
     return Job(run, path.name, frame.iloc[train_rows], frame.iloc[test_rows], shape)

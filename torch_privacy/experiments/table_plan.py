@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torch_privacy import privacy, tables
-from torch_privacy.experiments import own_table, table_notes
+from torch_privacy.experiments import own_table, table_file, table_notes
 from torch_privacy.experiments.table_budget import learning_budget, planned_noise
 from torch_privacy.experiments.table_settings import TableSettings
 from torch_privacy.experiments.task import number_of_steps
@@ -21,16 +21,16 @@ def plan_lines(settings: TableSettings) -> list[tuple[str, str]]:
     It uses names, the number of rows, the shape of the file, the schema and the settings.
     """
     path = Path(settings.file)
-    frame = own_table.table_in(path)
-    owners = own_table.owners_in(frame, settings.owner, path)
+    frame = table_file.table_in(path)
+    owners = table_file.owners_in(frame, settings.owner, path)
     train_rows, _ = tables.split(len(frame), seed=settings.seed, share=settings.test_share, owners=owners)
-    n = own_table.num_units(owners, train_rows)
-    schema = own_table.declared(path, settings.target, settings.schema, settings.owner)
+    n = table_file.num_units(owners, train_rows)
+    schema = table_file.declared(path, settings.target, settings.schema, settings.owner)
     whom = "rows" if settings.owner is None else "persons"
     units = f"{' and '.join(map(str, settings.hidden_units))} hidden units" if settings.hidden_units else "linear"
     lines = [
         ("trains on", f"{n:,} {whom}; protected: {table_notes.unit(settings)}"),
-        ("shape of the file, public", own_table.shape_in(path).in_words()),
+        ("shape of the file, public", table_file.shape_in(path).in_words()),
         ("target", f"{settings.target}, {schema.task or 'classification or regression, which is learnt'}"),
         ("model", units),
     ]
