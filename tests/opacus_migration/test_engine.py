@@ -85,6 +85,7 @@ def test_with_epochs_the_plan_is_kept() -> None:
     assert engine.training.step_count == 12
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_a_target_epsilon_is_met_and_never_exceeded(epochs: int) -> None:
     engine = PrivacyEngine()

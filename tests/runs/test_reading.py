@@ -149,6 +149,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.thorough
 @given(st.dictionaries(st.sampled_from("abc"), TREES | st.integers(0, 4) | st.sampled_from(["x", [0.5], [0]])) | TREES)
 def test_validator_agrees_with_the_one_of_the_tests(value):
     """Beside whole floating-point numbers, which are integers there."""

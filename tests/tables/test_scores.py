@@ -36,6 +36,7 @@ def test_scores_of_classes_are_those_of_scikit_learn(classes):
     assert {name: found[name]["value"] for name in expected} == pytest.approx(expected)
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.parametrize("repeated", [1, 4])
 def test_errors_of_scores_are_those_of_repetitions_also_with_several_rows_of_a_person(repeated):
     owners = np.arange(100).repeat(repeated)

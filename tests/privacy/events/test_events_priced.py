@@ -428,6 +428,7 @@ def test_events_that_cannot_be_priced_for_replacing_say_so():
         SubsampledJL(1.0, 32, 0.1, neighboring_relation=REPLACE_ONE)
 
 
+@pytest.mark.thorough
 def test_estimated_norms_with_too_little_noise_for_a_price_cost_more_than_with_the_least_that_has_one():
     little, least = (privacy.compose([(SubsampledJL(noise, 16, 0.1), 3)]) for noise in (0.01, 0.05))
     assert tuple(little.epsilon(1e-5)) == (least.epsilon(1e-5).low, float("inf"))

@@ -25,6 +25,7 @@ def test_epsilon_of_a_person_is_that_of_the_reference(size):
     assert (low, high) == pytest.approx((REFERENCE[size],) * 2, abs=1e-3)
 
 
+@pytest.mark.thorough
 def test_dp_accounting_agrees_from_above():
     from dp_accounting.pld import PLDAccountant
 
@@ -52,6 +53,7 @@ def exact_delta(noise: float, q: float, size: int, epsilon: float, *, swapped: b
     return sum(integrate.quad(excess, a, b, limit=200)[0] for a, b in pairwise(ends))
 
 
+@pytest.mark.thorough(but=2)
 @pytest.mark.parametrize(("noise", "q", "size"), CASES[:4])
 @pytest.mark.parametrize("epsilon", [-0.2, 0.05, 1.0])
 def test_one_step_has_the_hockey_stick_of_its_densities_in_both_orders(noise, q, size, epsilon):

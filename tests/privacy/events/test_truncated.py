@@ -23,6 +23,7 @@ LISTS = [  # with the smallest delta that dp-accounting resolves well
 ]
 
 
+@pytest.mark.thorough(but=1)
 @pytest.mark.thorough(but=3)
 @pytest.mark.parametrize("releases", LISTS, ids=str)
 @pytest.mark.parametrize("delta", [1e-6, 1e-3])
