@@ -8,7 +8,8 @@ nearly the same sooner) and `thorough(but=2)` (two cases are enough).
 
 `make thorough` runs the others. Many tests have the same list of some hundred models. Of each, but for those marked
 `oracle`, it runs every third case, from another one for each test: a model meets a third of the tests, and a test a
-third of the models. ``--all`` runs every case.
+third of the models. Of a test that needs several processes it runs as many cases as have every value of every
+parameter. ``--all`` runs every case.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ def _by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
 
 
 def _share(test: str, cases: list[pytest.Item]) -> list[pytest.Item]:
+    if needs_ranks(cases[0]):
+        return _covering(_spread(cases), len(cases))
     if len(cases) < MANY or cases[0].get_closest_marker("oracle"):
         return cases
     return cases[crc32(test.encode()) % SHARE :: SHARE]
@@ -65,13 +68,18 @@ def _chosen(cases: list[pytest.Item]) -> list[pytest.Item]:
     if not limits and (is_refusal or cases[0].get_closest_marker("every_case")):
         return few
     most = min(limits, default=MOST)
-    spread = sorted(range(len(few)), key=lambda number: number * GOLDEN % 1)
-    return _covering([(few[number], _values(few[number])) for number in spread], most)
+    return _covering(_spread(few), most)
 
 
 def needs_ranks(case: pytest.Item) -> bool:
     """True if a test runs in a pool of processes, where each case costs as much as several in one."""
     return not {"ranks2", "ranks4"}.isdisjoint(getattr(case, "fixturenames", ()))
+
+
+def _spread(cases: list[pytest.Item]) -> list[tuple[pytest.Item, Values]]:
+    """Returns cases with their values, neighbors far from each other."""
+    order = sorted(range(len(cases)), key=lambda number: number * GOLDEN % 1)
+    return [(cases[number], _values(cases[number])) for number in order]
 
 
 def _covering(cases: list[tuple[pytest.Item, Values]], most: int) -> list[pytest.Item]:

@@ -4,6 +4,7 @@
 import json
 import logging
 import sys
+from unittest import TestCase
 
 import numpy as np
 import pytest
@@ -349,24 +350,24 @@ def test_callbacks_on_one_rank_only_are_refused(ranks2):
 # Logging and TensorBoard
 
 
-def test_logging_callback_writes_one_line_per_so_many_steps(caplog):
-    caplog.set_level(logging.INFO, "torch_privacy.training")
+def test_logging_callback_writes_one_line_per_so_many_steps():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     settings = {"expected_batch_size": 8, "num_steps": 5, "clipping": tp.Flat(0.5), "noise_multiplier": 1.0}
     callbacks = [tp.LoggingCallback(every=2)]
     training = PrivateTraining(model, optimizer, data(), delta=1e-3, callbacks=callbacks, **settings)
-    train(training)
-    lines = [record.getMessage() for record in caplog.records]
+    with TestCase().assertLogs("torch_privacy.training", logging.INFO) as seen:
+        train(training)
+    lines = [record.getMessage() for record in seen.records]
     assert [line.split(":")[0] for line in lines] == ["step 2 of 5", "step 4 of 5", "step 5 of 5"]
     spent = tp.privacy.compose([(training.event, 2)]).epsilon_high(1e-3)
     shown = float(lines[0].split("epsilon <= ")[1].split()[0])
     assert spent <= shown < spent + 0.01
     assert "; not private: loss " in lines[0]
     assert ", share_clipped " in lines[0]
-    caplog.clear()
-    train(training_of(callbacks=[tp.LoggingCallback(every=6, logger="torch_privacy.training")], delta=1e-3))
-    assert "NOT PRIVATE" in caplog.records[0].getMessage()
+    with TestCase().assertLogs("torch_privacy.training", logging.INFO) as seen:
+        train(training_of(callbacks=[tp.LoggingCallback(every=6, logger="torch_privacy.training")], delta=1e-3))
+    assert "NOT PRIVATE" in seen.records[0].getMessage()
 
 
 def test_logging_callback_computes_nothing_if_nobody_listens(monkeypatch):

@@ -11,8 +11,8 @@ from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
+import scipy
 from scipy.special import expit
-from scipy.stats import beta, binom
 
 from .bracket import Array
 from .compose import Profile, compose
@@ -80,11 +80,11 @@ class Guesses(NamedTuple):
     def _tail(self, epsilon: float, delta: float) -> float:
         m, r, v = self
         p = expit(epsilon)
-        at_least_v = float(binom.sf(v - 1, r, p))
+        at_least_v = float(scipy.stats.binom.sf(v - 1, r, p))
         if delta == 0 or v == 0:
             return at_least_v
         i = np.arange(1, v + 1)
-        alpha = float(np.max((binom.sf(v - i - 1, r, p) - at_least_v) / i))
+        alpha = float(np.max((scipy.stats.binom.sf(v - i - 1, r, p) - at_least_v) / i))
         return at_least_v + 2 * m * delta * max(alpha, 0.0)
 
 
@@ -131,7 +131,7 @@ Outcome = Guesses | Errors
 
 def clopper_pearson(count: int, total: int, significance: float) -> float:
     """Returns an upper bound on a probability that an event with ``count`` of ``total`` occurrences has."""
-    return 1.0 if count >= total else float(beta.ppf(1 - significance, count + 1, total - count))
+    return 1.0 if count >= total else float(scipy.stats.beta.ppf(1 - significance, count + 1, total - count))
 
 
 def _largest(holds: Callable[[float], bool]) -> float:

@@ -6,7 +6,7 @@ import secrets
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import binom
+import scipy
 
 from .audit_bounds import NORMAL, USUAL_RATE, clopper_pearson
 from .bracket import Array
@@ -45,7 +45,7 @@ class Sums(NamedTuple):
         Args:
             curve: symmetric f; a lower bound on the true one makes the test more cautious.
         """
-        return float(binom.sf(self.num_right - 1, self.num_blocks, _accuracy(curve, self.block)))
+        return float(scipy.stats.binom.sf(self.num_right - 1, self.num_blocks, _accuracy(curve, self.block)))
 
 
 def _squared(curve: TradeOff) -> TradeOff:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from scipy.optimize import minimize
-from scipy.signal import lfilter
+import scipy
 
 from ..support.validate import InvalidValue, in_range, whole
 from .bracket import Array
@@ -90,7 +89,7 @@ class Workload:
 
 def _divided(numerator: Array, denominator: Sequence[float] | Array) -> Array:
     """Returns the coefficients of the quotient of two power series, for each row."""
-    return np.asarray(lfilter([1.0], np.asarray(denominator, float), numerator))
+    return np.asarray(scipy.signal.lfilter([1.0], np.asarray(denominator, float), numerator))
 
 
 def inverse(coefficients: Sequence[float] | Array, length: int) -> Array:
@@ -188,7 +187,9 @@ def best_coefficients(bands: int, workload: Workload) -> tuple[float, ...]:
         norm = float(c @ c)
         return float(np.log(norm * square)), (2 * c / norm + gradient / square)[1:]
 
-    found = minimize(loss, start[1:], jac=True, method="L-BFGS-B", bounds=[(0, 1)] * (bands - 1), tol=1e-12)
+    found = scipy.optimize.minimize(
+        loss, start[1:], jac=True, method="L-BFGS-B", bounds=[(0, 1)] * (bands - 1), tol=1e-12
+    )
     c = np.append(1.0, found.x)
     return tuple(np.round(c / np.linalg.norm(c), DIGITS).tolist())
 

@@ -7,8 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from scipy.stats import beta, binom, chi2
-from scipy.stats import t as student
+import scipy
 
 from ..support.validate import Refused
 from .bracket import Array
@@ -104,7 +103,7 @@ class LoopReleases:
                 "part. Return the gradients as the optimizer gets them, in the order of the model's weights, from a "
                 "loop with trial.noise_multiplier, trial.clip_norm and trial.loss."
             )
-        if binom.cdf(joined.sum(), joined.size, self.q) < TOO_FEW:
+        if scipy.stats.binom.cdf(joined.sum(), joined.size, self.q) < TOO_FEW:
             raise Refused(
                 f"audit_loop: examples joined in {joined.mean():.3g} of the cases, and trial.sampling_probability is "
                 f"{self.q:.3g}. That is no fault, but the tests know the law of the stated one alone. Train with it, "
@@ -128,8 +127,8 @@ class LoopReleases:
 def noise_too_small(seen: LoopReleases) -> float:
     """Returns the p-value of the noise's size: the sum of squares is χ² in all steps together, and in each step."""
     squares, free = (seen.noise**2).sum(1), (~seen.joined).sum(1)
-    each = chi2.cdf(squares, np.maximum(free, 1))[free > 0]
-    return 2 * min(float(chi2.cdf(squares.sum(), free.sum())), len(each) * float(each.min()))
+    each = scipy.stats.chi2.cdf(squares, np.maximum(free, 1))[free > 0]
+    return 2 * min(float(scipy.stats.chi2.cdf(squares.sum(), free.sum())), len(each) * float(each.min()))
 
 
 def noise_used_twice(seen: LoopReleases) -> float:
@@ -147,12 +146,12 @@ def noise_used_twice(seen: LoopReleases) -> float:
     if not enough.any():
         return 1.0
     r2 = np.minimum(products[enough] ** 2 / np.maximum(norms[enough], np.finfo(float).tiny), 1.0)
-    return int(enough.sum()) * float(beta.sf(r2, 0.5, (d[enough] - 1) / 2).min())
+    return int(enough.sum()) * float(scipy.stats.beta.sf(r2, 0.5, (d[enough] - 1) / 2).min())
 
 
 def joined_too_often(seen: LoopReleases) -> float:
     """Returns the p-value of the number of times that canaries joined: binomial, with probability q."""
-    return float(binom.sf(seen.joined.sum() - 1, seen.joined.size, seen.q))
+    return float(scipy.stats.binom.sf(seen.joined.sum() - 1, seen.joined.size, seen.q))
 
 
 def once_in_an_epoch(seen: LoopReleases) -> float:
@@ -161,7 +160,7 @@ def once_in_an_epoch(seen: LoopReleases) -> float:
     epochs = seen.steps // length
     masks = seen.joined.reshape(seen.runs, seen.steps, seen.count)[:, : epochs * length]
     once = masks.reshape(seen.runs, epochs, length, seen.count).sum(2) == 1
-    return float(binom.sf(once.sum() - 1, once.size, length * seen.q * (1 - seen.q) ** (length - 1)))
+    return float(scipy.stats.binom.sf(once.sum() - 1, once.size, length * seen.q * (1 - seen.q) ** (length - 1)))
 
 
 def _alike(masks: Array, q: float) -> float:
@@ -169,7 +168,7 @@ def _alike(masks: Array, q: float) -> float:
     signs = np.where(masks, 1, -1)
     agreements = (signs @ signs.T + masks.shape[1]) // 2
     pairs = np.triu_indices(len(masks), 1)
-    return len(pairs[0]) * float(binom.sf(agreements[pairs].max() - 1, masks.shape[1], q**2 + (1 - q) ** 2))
+    return len(pairs[0]) * float(scipy.stats.binom.sf(agreements[pairs].max() - 1, masks.shape[1], q**2 + (1 - q) ** 2))
 
 
 def examples_drawn_alike(seen: LoopReleases) -> float:
@@ -185,9 +184,9 @@ def steps_drawn_alike(seen: LoopReleases) -> float:
 
 def sizes_divisible(seen: LoopReleases) -> float:
     """Returns the p-value of how often the batch size is a multiple of 2, 3, ..., as with equal masks on ranks."""
-    law = binom.pmf(np.arange(seen.count + 1), seen.count, seen.q)
+    law = scipy.stats.binom.pmf(np.arange(seen.count + 1), seen.count, seen.q)
     multiples = [
-        float(binom.sf((seen.sizes % ranks == 0).sum() - 1, len(seen.sizes), min(law[::ranks].sum(), 1.0)))
+        float(scipy.stats.binom.sf((seen.sizes % ranks == 0).sum() - 1, len(seen.sizes), min(law[::ranks].sum(), 1.0)))
         for ranks in range(2, MOST_RANKS + 1)
     ]
     return len(multiples) * min(multiples)
@@ -197,7 +196,7 @@ def sizes_spread(seen: LoopReleases) -> float:
     """Returns the two-sided p-value of the batch sizes' squared deviations, by the exact law of their sum."""
     center = round(seen.count * seen.q)
     squares = (np.arange(seen.count + 1) - center) ** 2
-    law = np.bincount(squares, binom.pmf(np.arange(seen.count + 1), seen.count, seen.q))
+    law = np.bincount(squares, scipy.stats.binom.pmf(np.arange(seen.count + 1), seen.count, seen.q))
     most = len(seen.sizes) * (len(law) - 1)
     length = 1 << most.bit_length()
     of_sum = np.fft.irfft(np.fft.rfft(law, length) ** len(seen.sizes), length)[: most + 1]
@@ -220,7 +219,7 @@ def divisor_follows_the_batch(seen: LoopReleases) -> float:
         return 1.0
     alone = seen.entries[~seen.joined]
     spread = np.sqrt((alone**2).mean())
-    return 2 * float(student.sf(abs((along * sums).sum()) / (error * spread), len(alone)))
+    return 2 * float(scipy.stats.t.sf(abs((along * sums).sum()) / (error * spread), len(alone)))
 
 
 TESTS: dict[str, tuple[Callable[[LoopReleases], float], str]] = {

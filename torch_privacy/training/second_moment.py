@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import numpy as np
-import scipy.linalg
+import scipy
 import torch
 from numpy.typing import NDArray
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import inf, sqrt
 
 import numpy as np
-from scipy.integrate import quad_vec
+import scipy
 
 from ...support.validate import Refused, plain_number, whole
 from ..bracket import Array, Bracket
@@ -155,7 +155,8 @@ def _integrals(f: TradeOff, second: Callable[[Array], Array], kink: float = 0.0)
     ends = sorted({*SCALES, abs(kink)})
     size = np.abs([integrand(end) * end for end in ends[1:]]).sum(0).max()
     parts = [
-        quad_vec(integrand, *pair, epsabs=ACCURACY * size, epsrel=ACCURACY, limit=200)[0] for pair in pairwise(ends)
+        scipy.integrate.quad_vec(integrand, *pair, epsabs=ACCURACY * size, epsrel=ACCURACY, limit=200)[0]
+        for pair in pairwise(ends)
     ]
     last = sum((part for start, part in zip(ends, parts, strict=False) if start >= LAST), np.zeros(len(parts[0])))
     total = sum(parts, np.zeros(len(parts[0])))

@@ -10,7 +10,7 @@ write noise over C under every relation; under replace-one divide their number b
 from dataclasses import dataclass
 from math import nextafter
 
-from scipy.stats import binom
+import scipy
 
 from ...support.units import ONE_EXAMPLE, check_unit
 from ...support.validate import in_range, whole
@@ -181,10 +181,11 @@ def _truncated_pair(event: "TruncatedGaussian") -> DominatingPair:
     """Returns the pair: with the probability that the batch is full, one example displaces another."""
     shift, q, n, most = 1 / event.noise_multiplier, event.sampling_probability, event.num_examples, event.most
     usual = SubsampledGaussianPair(shift, q)
-    full = float(binom.sf(most - 1, n - 1, q))  # the probability that the others fill the batch
+    full = float(scipy.stats.binom.sf(most - 1, n - 1, q))  # the probability that the others fill the batch
     if full == 0:
         return usual
-    drawn = min(1.0, float(binom.sf(most, n, q)) * most / (n * full))  # that the example is in a batch that was cut
+    cut = float(scipy.stats.binom.sf(most, n, q))  # that a batch was cut
+    drawn = min(1.0, cut * most / (n * full))  # that the example is in one that was cut
     displaced = ReplaceOneGaussianPair(2 * shift, drawn)
     return displaced if full == 1 else EitherPair(usual, displaced, full)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
+import scipy
 from scipy.special import gammaln, kve
 
 from ..bracket import Array
@@ -118,10 +119,8 @@ class BaseDensities:
 
     @cached_property
     def _interpolated(self) -> Callable[[Array], Array]:
-        from scipy.interpolate import make_interp_spline  # slow to import, and only the lattice needs it
-
         w = np.arange(-8, math.ceil(self.w_end / self.panel) + 9) * self.panel
-        return make_interp_spline(w, self.smooth(self.scale * np.sinh(w)), k=7)
+        return scipy.interpolate.make_interp_spline(w, self.smooth(self.scale * np.sinh(w)), k=7)
 
     def log_tail(self, u: float) -> tuple[float, float]:
         """Returns the log masses under B and A of all base losses above u, however far out u lies."""
