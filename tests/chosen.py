@@ -16,11 +16,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
+from functools import cache
+from pathlib import Path
 from zlib import crc32
 
 import pytest
 
 MOST = 4
+POOLS = frozenset({"ranks2", "ranks4"})  # fixtures
 OF_RANKS = 1  # cases of a test that needs several processes
 MANY, SHARE = 100, 3  # cases of a test, from which on `make thorough` runs one of SHARE
 GOLDEN = 0.6180339887  # multiples of it, modulo 1, are spread evenly
@@ -73,7 +76,13 @@ def _chosen(cases: list[pytest.Item]) -> list[pytest.Item]:
 
 def needs_ranks(case: pytest.Item) -> bool:
     """True if a test runs in a pool of processes, where each case costs as much as several in one."""
-    return not {"ranks2", "ranks4"}.isdisjoint(getattr(case, "fixturenames", ()))
+    return not POOLS.isdisjoint(getattr(case, "fixturenames", ()))
+
+
+@cache
+def file_needs_ranks(file: Path) -> bool:
+    """True if a file has tests that run in a pool of processes."""
+    return file.name.startswith("test_") and any(pool in file.read_text() for pool in POOLS)
 
 
 def _spread(cases: list[pytest.Item]) -> list[tuple[pytest.Item, Values]]:

@@ -4,13 +4,14 @@
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import drawn as drawn  # registers the profiles
 import gloo_pool
 import pretended_gpu
 import pytest
 import torch
-from chosen import is_thorough, of_make_test, of_make_thorough
+from chosen import file_needs_ranks, is_thorough, of_make_test, of_make_thorough
 from fixed_state import fixed_state
 from hypothesis import settings
 from on_device import runs_on_device
@@ -70,6 +71,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[OF_MAKE_TEST] = len(few)
     if config.getoption("--device") != "cpu":
         _leave_out(config, items, [item for item in items if not runs_on_device(item)])
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives the files of `make test` that need several processes to one worker, where these start once for all."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "files that need ranks" if file_needs_ranks(config.rootpath / file) else file
+
+    asked = config.getoption("--all") or config.getoption("--thorough") or config.getvalue("dist") != "loadfile"
+    return None if asked else ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:
