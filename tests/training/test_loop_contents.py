@@ -2,6 +2,7 @@
 """Tests that variables of a loop are compared by their contents, and get others for one run only."""
 
 import functools
+from collections import deque
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,7 @@ import torch
 
 from torch_privacy.support.contents import same
 from torch_privacy.training import loop_contents
-from torch_privacy.training.loop_contents import Exchange, content_of
+from torch_privacy.training.loop_contents import Exchange, content_of, other_content
 from torch_privacy.training.loop_variables import ENTRY, ITEM, Variable
 
 
@@ -51,6 +52,27 @@ def test_what_is_not_put_back_is_compared(name, monkeypatch):
     assert not same({"a": [torch.zeros(2)]}, content)
     change(value)
     assert not same({"a": [value]}, content)
+
+
+@pytest.mark.parametrize("container", [{}, [], deque()], ids=lambda container: type(container).__name__)
+def test_what_another_thread_changes_meanwhile_is_read_at_one_moment(container):
+    class Writing(torch.Tensor):
+        """Stands for that thread: it writes whenever two contents are compared."""
+
+        @classmethod
+        def __torch_function__(cls, function, types, arguments=(), options=None):
+            if function is torch.equal:
+                container.update({len(container): 0.0}) if isinstance(container, dict) else container.append(0.0)
+            return super().__torch_function__(function, types, arguments, options)
+
+    parts = [torch.zeros(2).as_subclass(Writing), 1.0, torch.ones(2).as_subclass(Writing)]
+    container.update(enumerate(parts)) if isinstance(container, dict) else container.extend(parts)
+    content = content_of(container)
+    assert same(container, content)
+    size = len(container)
+    assert size > len(content)
+    container[1] = 2.0
+    assert len(other_content(container, content)) == size < len(container)
 
 
 @pytest.mark.parametrize("size", [3, 30])

@@ -32,9 +32,20 @@ def plain_type(value: Any) -> type | None:
     return dict if isinstance(value, Mapping) else None
 
 
+def parts_of(container: Any) -> tuple[list[Any] | None, list[Any]]:
+    """Returns the keys of a mapping, None for other containers, and its values, as they are at one moment.
+
+    Another thread of the user may change the container meanwhile.
+    """
+    if not isinstance(container, Mapping):
+        return None, [*container]
+    now = [*container.items()]
+    return [key for key, _ in now], [value for _, value in now]
+
+
 def values_in(container: Any) -> list[Any]:
-    """Returns what a container holds, for a mapping its values."""
-    return [*container.values()] if isinstance(container, Mapping) else [*container]
+    """Returns what a container holds at one moment, for a mapping its values."""
+    return parts_of(container)[1]
 
 
 def has_entries(value: Tensor | np.ndarray) -> bool:
@@ -226,7 +237,9 @@ def same(value: Any, content: Any, visits: Visits | None = None) -> bool:
 
 def _same_parts(value: Any, content: Any, visits: Visits) -> bool:
     if isinstance(value, Mapping):
+        value, content = dict(value.items()), dict(content.items())  # another thread may change them meanwhile
         return value.keys() == content.keys() and all(same(v, content[key], visits) for key, v in value.items())
+    value, content = [*value], [*content]
     return len(value) == len(content) and all(same(v, c, visits) for v, c in zip(value, content, strict=True))
 
 

@@ -23,9 +23,9 @@ from ..support.contents import (
     copied,
     fill,
     has_entries,
+    parts_of,
     plain_type,
     same,
-    values_in,
 )
 from ..support.held_state import MAX_ENTRIES
 from .loop_variables import Variable, is_cached, is_table
@@ -103,7 +103,7 @@ class Replacement:
         raise NotImplementedError
 
 
-def rebuilt(container: Any, values: list[Any]) -> Any:
+def rebuilt(container: Any, keys: list[Any] | None, values: list[Any]) -> Any:
     """Returns a container of the same type with other values; the container itself if it has a type of its own."""
     if isinstance(container, tuple):
         return container._make(values) if hasattr(container, "_make") else tuple(values)  # type: ignore[attr-defined]
@@ -114,7 +114,8 @@ def rebuilt(container: Any, values: list[Any]) -> Any:
         return other
     if isinstance(container, dict):
         other = copy(container)
-        for key, value in zip(container, values, strict=True):
+        other.clear()
+        for key, value in zip(keys or [], values, strict=True):
             other[key] = value
         return other
     return container
@@ -180,26 +181,27 @@ def _rolled(value: Tensor) -> Tensor:
     return value * SMALLER if torch.equal(rolled, value) and value.is_floating_point() else rolled
 
 
-def _other_parts(value: Any, old: Any, visits: Visits) -> Any:
+def _other_parts(container: Any, old: Any, visits: Visits) -> Any:
     """Returns a container with other parts: each has its old content; those that are new have another order."""
-    if not 0 < len(value) <= MAX_ENTRIES:
+    keys, values = parts_of(container)
+    if not 0 < len(values) <= MAX_ENTRIES:
         return MISSING
-    values, olds = values_in(value), _old_parts(value, old)
+    olds = _old_parts(keys, old, len(values))
     others = [v if same(v, o) else other_content(v, o, visits) for v, o in zip(values, olds, strict=True)]
     others = [v if other is MISSING else other for v, other in zip(values, others, strict=True)]
     if all(map(same, values, others)):
         others = (
             [*values[-1:], *values[:-1]] if len({(type(v), getattr(v, "shape", None)) for v in values}) == 1 else []
         )
-    return MISSING if not others or all(map(same, values, others)) else rebuilt(value, others)
+    return MISSING if not others or all(map(same, values, others)) else rebuilt(container, keys, others)
 
 
-def _old_parts(value: Any, old: Any) -> list[Any]:
+def _old_parts(keys: list[Any] | None, old: Any, count: int) -> list[Any]:
     """Returns the old content of each part of a container; MISSING for new ones."""
-    if isinstance(value, dict):
-        return [old.get(key, MISSING) if isinstance(old, Mapping) else MISSING for key in value]
+    if keys is not None:
+        return [old.get(key, MISSING) if isinstance(old, Mapping) else MISSING for key in keys]
     olds = [*old] if isinstance(old, _SEQUENCES) else []
-    return (olds + [MISSING] * len(value))[: len(value)]
+    return (olds + [MISSING] * count)[:count]
 
 
 class Exchange:
