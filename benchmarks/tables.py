@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import math
 import tarfile
 import time
 import warnings
@@ -202,7 +203,7 @@ def private(
     open_columns = [column if name == target else tables.Column(name, "learn") for name in frame]
     schema = tables.Schema(tuple(open_columns), target, "regression" if is_number else "classification")
     text = frame.astype(str)
-    choice = tables.defaults(len(train), epsilon)
+    choice = tables.defaults(len(train), epsilon, classes=len(classes or ()) or math.inf)
     share = choice.learning_share
     learnt = tables.learn(text.iloc[train], schema, epsilon=share * epsilon, delta=share * choice.delta)
     encoder = tables.Encoder(learnt.schema)

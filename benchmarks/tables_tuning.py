@@ -8,6 +8,7 @@ privately: no schema is given. Some seconds each, on one core.
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 import time
@@ -153,6 +154,7 @@ def private(frame: pd.DataFrame, target: str, declared, train, test, epsilon: fl
         schema, releases = learnt.schema, learnt.releases
     else:
         schema = tables.Schema(tuple(map(declared, table)), target, "classification")
+    choice = tables.defaults(len(train), epsilon, classes=len(schema.classes) or math.inf)
     encoder = tables.Encoder(schema)
     data, held_out = encoder.encode(table.iloc[train]), encoder.encode(table.iloc[test])
     outputs, training = trained(data, held_out, schema, choice, epsilon, releases)

@@ -281,7 +281,9 @@ def _warm_up() -> None:
     model = nn.Linear(2, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)  # a backward pass would start threads, in a build for GPUs also for each of these
+    model(torch.ones(1, 2))
     optimizer.step()
     nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     dist.destroy_process_group()

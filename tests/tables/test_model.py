@@ -71,6 +71,21 @@ def test_wrong_numbers_are_refused(n, epsilon, delta):
         defaults(n, epsilon, delta)
 
 
+def test_weights_decay_and_biases_do_not():
+    """The bias of a rare class is large, and right."""
+    choice, model = defaults(4000, 3.0, classes=2), torch.nn.Linear(3, 2)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    choice.new_optimizer(model).step()
+    assert 0 < choice.learning_rate * choice.weight_decay < 0.1
+    assert torch.allclose(model.weight, before[0] * (1 - choice.learning_rate * choice.weight_decay), rtol=1e-12)
+    assert torch.equal(model.bias, before[1])
+    assert not defaults(4000, 3.0).weight_decay  # of a number
+    assert not defaults(4000, 3.0, classes=10).weight_decay
+    assert defaults(400, 1.0, classes=2).weight_decay < choice.weight_decay  # little is learnt
+
+
 @pytest.mark.thorough
 def test_a_training_from_file_to_score(tmp_path):
     rng = np.random.default_rng(0)

@@ -7,6 +7,7 @@ A run keeps the completed schema: `torch_privacy.experiments.predictions` encode
 
 from __future__ import annotations
 
+import math
 import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -104,6 +105,7 @@ def complete(path: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
         "expected_batch_size": found.expected_batch_size,
         "epochs": found.epochs,
         "learning_rate": found.learning_rate,
+        "weight_decay": None,
         "clip_norm": found.clip_norm,
         "schema_share": found.learning_share,
         "test_share": share,
@@ -152,6 +154,8 @@ def build_task(
     for units in settings.hidden_units:
         _check.whole("train", at_least=1, at_most=MOST_UNITS, hidden_units=units)
     _check.strictly_between("train", 0, 1, schema_share=settings.schema_share, test_share=settings.test_share)
+    if settings.weight_decay:
+        _check.in_range("train", 0, 1 / settings.learning_rate, weight_decay=settings.weight_decay)
     path, ranks = Path(settings.file), Ranks.here("train")
     with ranks.together("reads the table"), needing_extra():
         split = _Split.of(settings, path)
@@ -196,7 +200,8 @@ def _task(settings: TableSettings, split: _Split, released: Mapping[str, Any], b
         raise ValueError(f"train: {path}: no test row has a target; take a larger --test-share.")
     scored, declarations = Subset(test.dataset(), known), released.get("declared", ())
     tested_owners = None if split.owners is None else split.owners[split.test_rows][known]
-    choice = tables.defaults(n, settings.target_epsilon or 1.0, settings.delta)
+    choice = _choice(settings, schema, n)
+    settings = replace(settings, weight_decay=choice.weight_decay)
     private = _private_settings(settings, released, budget)
     prior = private["prior_releases"]
     shape = () if settings.schema else (f"{path.name}: {shape_in(path).in_words()}; taken as public.",)
@@ -204,7 +209,7 @@ def _task(settings: TableSettings, split: _Split, released: Mapping[str, Any], b
         train=train.dataset(),
         test=scored,
         new_model=partial(seeded, partial(tables.new_model, schema, settings.hidden_units), settings.seed),
-        new_optimizer=replace(choice, learning_rate=settings.learning_rate).new_optimizer,
+        new_optimizer=choice.new_optimizer,
         losses=tables.losses,
         score=table_scores.score_of(schema, encoder, threshold),
         more_scores=partial(table_scores.more_scores, encoder, scored, threshold, tested_owners),
@@ -225,6 +230,13 @@ def _task(settings: TableSettings, split: _Split, released: Mapping[str, Any], b
             *table_notes.rare(schema, frame.iloc[split.train_rows], declarations),
         ),
     )
+
+
+def _choice(settings: TableSettings, schema: tables.Schema, n: int) -> tables.Defaults:
+    """Returns the settings of the optimizer; the decay of weights depends on the number of classes."""
+    found = tables.defaults(n, settings.target_epsilon or 1.0, settings.delta, classes=len(schema.classes) or math.inf)
+    decay = found.weight_decay if settings.weight_decay is None else settings.weight_decay
+    return replace(found, learning_rate=settings.learning_rate, weight_decay=decay)
 
 
 def _private_settings(settings: TableSettings, released: Mapping[str, Any], budget: Any) -> dict[str, Any]:

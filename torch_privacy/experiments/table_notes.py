@@ -38,7 +38,7 @@ def notes(
         f"{unit(settings)}.",
         f"Chosen: delta {settings.delta:g}, batches of {settings.expected_batch_size:,}, {steps:,} steps "
         f"({settings.epochs:.3g} epochs), {_units(settings)}, {clipping}, learning rate {settings.learning_rate:g}, "
-        "averaged weights.",
+        f"weight decay {settings.weight_decay:g}, averaged weights.",
     )
     if not prior:
         price = "The schema says all that is needed: nothing was learnt privately, and all of epsilon is for training."

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -170,7 +171,8 @@ def _trained(encoder: Encoder, encoded: Encoded, seed: int) -> Any:
 def _privately(encoder: Encoder, encoded: Encoded, run: GeneratorRun, seed: int) -> Any:
     """Returns a model that is trained with the run's epsilon, the learning of the schema included."""
     settings = run.settings
-    found = defaults(run.source.num_units, settings.epsilon, settings.delta)
+    classes = len(encoder.schema.classes) or math.inf
+    found = defaults(run.source.num_units, settings.epsilon, settings.delta, classes=classes)
     with random_state.seeded(seed):
         model = new_model(encoder.schema).float()
     optimizer = found.new_optimizer(model)
