@@ -202,8 +202,8 @@ def _warnings_of_classes(
         ]
     if not gain > ERRORS * log_loss.gain_error:
         return [
-            f"The {len(y):,} test rows do not show that the model is better than the base rate: its log loss is smaller "
-            f"by {gain:.3f} ± {log_loss.gain_error:.3f}, which is less than two standard errors. {WHAT_HELPS}"
+            f"The {len(y):,} test rows do not show that the model is better than the base rate: its log loss is "
+            f"smaller by {gain:.3f} ± {log_loss.gain_error:.3f}, which is less than two standard errors. {WHAT_HELPS}"
         ]
     if threshold is not None or accuracy.value - accuracy.baseline > ERRORS * (accuracy.gain_error or 0.0):
         return []
