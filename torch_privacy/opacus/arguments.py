@@ -95,8 +95,8 @@ class Given:
             close = [near for name in sorted(unknown) for near in get_close_matches(name, names, 1)]
             meant = f" (did you mean {quoted(close)}?)" if close else ""
             raise TypeError(
-                f"{WHERE} got unexpected arguments {sorted(unknown)}{meant}; further ones: {sorted(OURS)}. The data_loader "
-                "has num_workers and collate_fn."
+                f"{WHERE} got unexpected arguments {sorted(unknown)}{meant}; further ones: {sorted(OURS)}. The "
+                "data_loader has num_workers and collate_fn."
             )
         if self.epochs is None and more.keys() & {"noise_schedule", "clip_schedule"}:
             raise ValueError(f"{WHERE}: noise_schedule and clip_schedule need epochs, to know the number of steps.")
