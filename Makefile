@@ -4,7 +4,7 @@ VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
 DEVICE ?=
-JOBS ?= $(if $(DEVICE),0,2)
+JOBS ?= $(if $(filter-out pretend,$(DEVICE)),0,2)
 BIN := $(VENV)/bin
 # One thread for each process, as the models are tiny; compiled modules are kept, as the tests start many processes.
 FAST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=

@@ -2,6 +2,7 @@
 """Provides one training step of other libraries, for ``step.py``: vmap, Opacus, BackPACK; and what all steps share."""
 
 from collections.abc import Callable, Iterable
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 Step = Callable[[], int]  # runs one step, returns its number of examples
 Maker = Callable[[Problem], Step]
 
+DATA_BYTES = 2**28  # size of the data set that steps with everything sample from
 VMAP_BYTES = 8 * 2**30  # vmap processes the batch in chunks if it would need more
 VMAP_COPIES = 2.5  # ratio of a step's peak memory to the bytes of the rows, measured on the MLP
 
@@ -82,7 +84,16 @@ class Loss(nn.Module):
         return losses.mean() if self.reduction == "mean" else losses
 
 
-def opacus(mode: str) -> Maker:
+def repeated(problem: Problem) -> TensorDataset:
+    """Returns a data set of many copies of the batch, from which steps with everything sample."""
+    x, y = problem.x, problem.y
+    copies = max(8, min(60_000 // len(x), DATA_BYTES // (x.nbytes + y.nbytes)))
+    return TensorDataset(*(t.repeat(copies, *[1] * (t.ndim - 1)) for t in (x, y)))
+
+
+def opacus(mode: str, *, with_loader: bool = False) -> Maker:
+    """Returns the maker of a step of Opacus, on a fixed batch or on those of its loader with Poisson sampling."""
+
     def make(problem: Problem) -> Step:
         from opacus import PrivacyEngine
         from opacus.validators import ModuleValidator
@@ -93,18 +104,20 @@ def opacus(mode: str) -> Maker:
             module=model,
             optimizer=sgd(model),
             criterion=Loss(),  # type: ignore[arg-type]
-            data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
+            data_loader=DataLoader(repeated(problem) if with_loader else TensorDataset(x, y), batch_size=len(x)),
             noise_multiplier=1.0,
             max_grad_norm=1.0,
-            poisson_sampling=False,
+            poisson_sampling=with_loader,
             grad_sample_mode=mode,
         )
         private_model, private_optimizer, criterion = made[0], made[1], made[2] if mode == "ghost" else Loss()
+        batches = chain.from_iterable(repeat(made[-1])) if with_loader else repeat((x, y))
 
         def step() -> int:
-            criterion(private_model(x), y).backward()
+            xb, yb = next(batches)
+            criterion(private_model(xb), yb).backward()
             apply(private_optimizer)
-            return len(x)
+            return len(xb)
 
         return step
 

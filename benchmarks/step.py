@@ -12,9 +12,10 @@ on a GPU, its allocations). It exits with 1 if the smaller of the two ratios mis
 float32. A contender that fails on a network prints the reason, and the others continue.
 
 ``ours-no-noise`` is recording, norms, clipping and the clipped sum; ``ours`` is all of ``PrivateTraining``: Poisson
-sampling, noise, ledger. Batches are fixed in all but the latter, whose minimum is taken over the batches of at least
-the expected size. Of the peers, Opacus adds noise; vmap and BackPACK clip and sum only. Loss and optimizer are the
-same. Other programs on the machine disturb the numbers, especially with several threads; with one
+sampling, noise, ledger. ``opacus-all`` is all of Opacus: its loader with Poisson sampling over the same data set, rows
+by hooks, noise, its accountant. Batches are fixed in all other contenders; the minima of these two are over batches of
+at least the expected size. ``opacus-hooks`` and ``opacus-ghost`` add noise; vmap and BackPACK clip and sum only. Loss
+and optimizer are the same. Other programs on the machine disturb the numbers, especially with several threads; with one
 (``OMP_NUM_THREADS=1``), times are processor times.
 
 Under glibc, malloc returns memory to the system and requests it again at random times, which costs some contender
@@ -39,15 +40,13 @@ from pathlib import Path
 
 import torch
 from models import DTYPES, MODELS, ON_CPU, Problem, load, per_example
-from peers import Maker, Step, apply, backpack_norms, backpack_rows, opacus, sgd, trained, vmap
+from peers import Maker, Step, apply, backpack_norms, backpack_rows, opacus, repeated, sgd, trained, vmap
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.jacobian.layouts.known import Layouts
 from torch_privacy.jacobian.tape import MEMORY_BUDGET, Tape
 
-DATA_BYTES = 2**28  # size of the dataset that ``ours`` samples from
 WARM_UP = 4  # number of steps; our first ones measure layouts
 FEW, HOPELESS = 5, 20  # after 5 rounds a contender that is 20 times slower than non-private drops out
 GOALS: dict[str, dict[str, float]] = {  # network -> contender -> ratio to the non-private step, at most
@@ -106,10 +105,8 @@ def ours_without_noise(problem: Problem, memory_budget: float = MEMORY_BUDGET) -
 
 
 def ours(problem: Problem) -> Step:
-    model, x, y = problem
-    copies = max(8, min(60_000 // len(x), DATA_BYTES // (x.nbytes + y.nbytes)))
-    data = TensorDataset(*(t.repeat(copies, *[1] * (t.ndim - 1)) for t in (x, y)))
-    settings = {"expected_batch_size": len(x), "num_steps": 10**6, "noise_multiplier": 1.0}
+    model, data = problem.model, repeated(problem)
+    settings = {"expected_batch_size": len(problem.x), "num_steps": 10**6, "noise_multiplier": 1.0}
     training = tp.PrivateTraining(model, sgd(model), data, clipping=tp.Flat(1.0), **settings)
     batches = iter(training)
 
@@ -131,6 +128,7 @@ CONTENDERS: dict[str, Maker] = {
     "vmap": vmap,
     "opacus-hooks": opacus("hooks"),
     "opacus-ghost": opacus("ghost"),
+    "opacus-all": opacus("hooks", with_loader=True),
     "backpack-rows": backpack_rows,
     "backpack-norms": backpack_norms,
 }
@@ -307,11 +305,11 @@ def _result(model: str, contender: str, memory: float | str | None, clock: Clock
 
 
 def ratio(base: Result, result: Result) -> float | None:
-    """Returns the smaller of the ratio of medians and that of minima to ``base``; None if one of the two failed."""
+    """Returns the smaller of the ratio of medians and that of minima to ``base``; None if there is none."""
     if None in (base.median_s, base.least_s, result.median_s, result.least_s):
         return None
     ratios = (result.median_s / base.median_s, result.least_s / base.least_s)  # type: ignore[operator]
-    return min(r for r in ratios if r == r)
+    return min((r for r in ratios if r == r), default=None)  # no settled batch was large enough
 
 
 def missed(results: list[Result]) -> list[str]:

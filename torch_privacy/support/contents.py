@@ -32,7 +32,7 @@ def plain_type(value: Any) -> type | None:
     return dict if isinstance(value, Mapping) else None
 
 
-def parts_of(container: Any) -> tuple[list[Any] | None, list[Any]]:
+def keys_and_values(container: Any) -> tuple[list[Any] | None, list[Any]]:
     """Returns the keys of a mapping, None for other containers, and its values, as they are at one moment.
 
     Another thread of the user may change the container meanwhile.
@@ -45,7 +45,7 @@ def parts_of(container: Any) -> tuple[list[Any] | None, list[Any]]:
 
 def values_in(container: Any) -> list[Any]:
     """Returns what a container holds at one moment, for a mapping its values."""
-    return parts_of(container)[1]
+    return keys_and_values(container)[1]
 
 
 def has_entries(value: Tensor | np.ndarray) -> bool:

@@ -114,7 +114,7 @@ class _Walk:
         if isinstance(module, torch.jit.ScriptModule):
             return
         held = vars(module)
-        for key in [key for key in held if key not in _TORCH_ATTRIBUTES]:
+        for key in [key for key in list(held) if key not in _TORCH_ATTRIBUTES]:
             value = held.get(key)
             if type(value) in SIMPLE:
                 yield start + key, held, key, value

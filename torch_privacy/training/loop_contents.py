@@ -23,7 +23,7 @@ from ..support.contents import (
     copied,
     fill,
     has_entries,
-    parts_of,
+    keys_and_values,
     plain_type,
     same,
 )
@@ -183,7 +183,7 @@ def _rolled(value: Tensor) -> Tensor:
 
 def _other_parts(container: Any, old: Any, visits: Visits) -> Any:
     """Returns a container with other parts: each has its old content; those that are new have another order."""
-    keys, values = parts_of(container)
+    keys, values = keys_and_values(container)
     if not 0 < len(values) <= MAX_ENTRIES:
         return MISSING
     olds = _old_parts(keys, old, len(values))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ..model_check.rehearsal.comparison import CARRIES
 from ..sampling.stored_rows import kind_of, num_bytes
 from ..sampling.variants import DatasetExamples
-from ..support.contents import MISSING, Visits, parts_of, same
+from ..support.contents import MISSING, Visits, keys_and_values, same
 from .loop_contents import Replacement, rebuilt, rows_of
 from .loop_variables import Variable, attributes_of
 
@@ -83,7 +83,7 @@ class OtherRows(Replacement):
         return MISSING
 
     def _with_other_parts(self, value: Any, visits: Visits) -> Any:
-        keys, parts = parts_of(value)
+        keys, parts = keys_and_values(value)
         others = [self._exchanged(part, visits) for part in parts]
         kept = [part if other is MISSING else other for part, other in zip(parts, others, strict=True)]
         return MISSING if all(other is MISSING for other in others) else rebuilt(value, keys, kept)

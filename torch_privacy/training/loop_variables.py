@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..sampling.stored_rows import kind_of
-from ..support.contents import MISSING
+from ..support.contents import MISSING, keys_and_values
 from ..support.held_state import MAX_DEPTH, names_in, slots_of
 from ..support.script_modules import registries_of
 from ..support.warning import PACKAGES
@@ -110,12 +110,6 @@ def _is_users(kind: type) -> bool:
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)
     return kind.__module__ == "__main__" or module is None or (file is not None and not _is_library(file))
-
-
-def _is_flat(container: Any) -> bool:
-    """True if a container has numbers and texts only."""
-    values = container.values() if isinstance(container, Mapping) else container
-    return all(isinstance(value, _NUMBERS) for value in values)
 
 
 def is_cached(function: Any) -> bool:
@@ -318,9 +312,11 @@ def parts_of(value: Any, depth: int = 4) -> list[Any]:
 
 
 def _parts(container: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the parts of a container that is not long, with their keys."""
-    if len(container) <= MOST // 10 and not _is_flat(container):
-        yield from container.items() if isinstance(container, Mapping) else enumerate(container)
+    """Yields the parts of a container that is not long, with their keys, unless all are numbers and texts."""
+    if len(container) <= MOST // 10:
+        keys, values = keys_and_values(container)
+        if not all(isinstance(value, _NUMBERS) for value in values):
+            yield from enumerate(values) if keys is None else zip(keys, values, strict=True)
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Access, Any]]:
