@@ -20,13 +20,14 @@ import torch_privacy as tp
 from torch_privacy import privacy, tables
 from torch_privacy.cli import run
 from torch_privacy.cli.own_table import is_table
-from torch_privacy.experiments import own_table, runner, table_file
+from torch_privacy.experiments import own_table, runner, table_file, table_notes
 from torch_privacy.experiments.auditing import subject_of
 from torch_privacy.experiments.own_table import complete
 from torch_privacy.experiments.runner import Run
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.privacy.summary import attacker_as_json
 from torch_privacy.runs.report import render
+from torch_privacy.tables.learn import TOO_FEW
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be learnt at this epsilon")  # rare classes
 
@@ -396,6 +397,31 @@ def test_a_rare_class_among_few_rows_is_refused_or_named_before_anything_is_paid
         assert (lines in shown) == bool(words)
         assert ("it has cost nothing" in shown) == bool(code)
     assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
+
+
+def test_a_misspelt_class_is_refused_or_named_before_anything_is_paid(file, tmp_path, monkeypatch):
+    def paid(*_, **__):
+        raise AssertionError("learnt")
+
+    def build(classes):
+        schema = write(tmp_path, "schema.toml", SCHEMA.replace('"high", "low"', classes))
+        settings = complete(file, {"target": "income", "target_epsilon": 4.0, "schema": str(schema)})
+        own_table.build_task(own_table.STUDY.settings(**settings))
+
+    monkeypatch.setattr(tables, "learn", paid)
+    frequent, other = people()["income"].value_counts().index
+    with pytest.raises(ValueError, match=rf"but '{frequent}'. Correct \[columns.income\] in .*has cost nothing"):
+        build(f'"{other}", "{frequent.title()}"')
+    with pytest.warns(UserWarning, match=f"but '{other}'. Such rows"), pytest.raises(AssertionError, match="learnt"):
+        build(f'"{frequent}", "{other.title()}"')
+
+
+def test_lost_bounds_are_named_with_the_lines_to_write(file, tmp_path):
+    lost = tables.Column("a b", "ignored", reason=TOO_FEW.removeprefix("has "))
+    kept = (tables.Column("age", "number", (0, 9)), tables.Column("income", "category", categories=("x", "y")))
+    settings = complete(file, {"target": "income", "target_epsilon": 4.0})
+    hint = table_notes._hints(own_table.STUDY.settings(**settings), tables.Schema((lost, *kept), "income"))[0]
+    assert 'write into schema.toml: [columns."a b"], kind = "number", bounds = [0, 100]' in hint
 
 
 @pytest.mark.thorough

@@ -312,3 +312,12 @@ def test_fit_draws_once_from_the_budget_and_is_refused_where_it_does_not_fit(tmp
     with pytest.raises(tp.Refused, match="has a ledger already"):
         classifier(run_folder=tmp_path / "1", epsilon=0.5, **own).fit(x, y)
     assert len(budget.state.runs) == 1
+
+
+@pytest.mark.parametrize("estimator", [PrivateClassifier(classes=[0, 1]), PublicScaler()])
+def test_missing_values_do_not_lead_to_an_imputer_that_learns(estimator):
+    rows = np.where(np.eye(4) > 0, np.nan, 0.5)
+    with pytest.raises(ValueError, match="contains NaN") as refused:
+        estimator.fit(rows, [0, 1, 0, 1])
+    assert "SimpleImputer(strategy='constant', fill_value=0)" in str(refused.value)
+    assert "\n" not in str(refused.value)

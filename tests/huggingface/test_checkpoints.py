@@ -131,7 +131,7 @@ def test_a_finished_training_leaves_no_key_behind(tmp_path):
     assert not (tmp_path / "run" / "secret").exists()
     for path in filter(Path.is_file, tmp_path.rglob("*")):
         assert not [key for key in keys if key in path.read_bytes()], path
-    with pytest.raises(tp.Refused, match="no complete checkpoint"):
+    with pytest.raises(tp.Refused, match="keys are deleted when a run is over"):
         trainer_in(tmp_path).train(resume_from_checkpoint=True)
 
 

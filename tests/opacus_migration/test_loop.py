@@ -425,7 +425,9 @@ def test_arguments_that_are_not_kept_are_refused(name: str) -> None:
 
 
 def test_misspelt_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"unexpected arguments \['max_grad_norms'\]"):
+    with pytest.raises(
+        TypeError, match=r"unexpected arguments \['max_grad_norms'\] \(did you mean 'max_grad_norm'\?\)"
+    ):
         made_private(max_grad_norms=1.0)
     with pytest.raises(ValueError, match="accountant='moments'"):
         PrivacyEngine(accountant="moments")

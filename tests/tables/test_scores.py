@@ -67,6 +67,22 @@ def test_a_model_that_never_says_yes_is_called_no_better_or_gets_a_threshold():
     assert by_name(decided)["AUC"] == by_name(of_rare)["AUC"]
 
 
+def test_a_gain_within_two_errors_is_called_not_shown_and_not_absent():
+    rng = np.random.default_rng(11)
+    z = rng.normal(size=300)
+    y = (rng.random(300) < 1 / (1 + np.exp(3 - 0.7 * z))).astype(int)
+    yes = 1 / (1 + np.exp(3 - z))
+    found = scores_of_classes(np.stack([1 - yes, yes], 1), y, NAMES)
+    loss = by_name(found)["log loss"]
+    assert 0 < loss["baseline"] - loss["value"] < 2 * loss["gain_error"]
+    assert "300 test rows do not show that the model is better than the base rate" in found["warnings"][0]
+    x = rng.normal(size=60)
+    weak = scores_of_numbers(0.15 * x, 0.2 * x + rng.normal(size=60))
+    square = by_name(weak)["R²"]
+    assert 0 < square["value"] < 2 * square["error"]
+    assert "60 test rows do not show that the model is better than a constant" in weak["warnings"][0]
+
+
 def test_a_regression_no_better_than_the_mean_is_called_so():
     y = np.random.default_rng(2).normal(5, 2, 300)
     assert "no better than a constant" in scores_of_numbers(np.full(300, 5.0), y)["warnings"][0]

@@ -55,3 +55,20 @@ def test_a_declared_target_says_the_task():
     assert (classes.task, number.task) == ("classification", "regression")
     assert classes.is_complete
     assert Schema((feature, Column("y", "learn")), "y").task is None
+
+
+def test_a_schema_file_leaves_its_gaps_to_the_shape_and_declared_dates_follow_it(tmp_path):
+    path = tmp_path / "table.csv"
+    written(path, ",", "%d/%m/%Y", ";")
+    shape = shape_of(read_table(path), Schema.missing)
+    columns = 'target = "n"\n{}[columns.when]\nkind = "date"\n{}[columns.n]\nkind = "number"\n'
+    cases = [  # of the table, of the column, shape -> decimal mark, order of the table, of the column, whether found
+        ("", "", shape, (",", True, True, True)),
+        ("", "", None, (".", None, False, False)),
+        ('decimal = "."\nday_first = false\n', "", shape, (".", False, False, False)),
+        ("day_first = true\n", "", None, (".", True, True, False)),
+        ("day_first = true\n", "day_first = false\n", shape, (",", True, False, True)),
+    ]
+    for table, column, found, expected in cases:
+        schema = Schema.from_toml(columns.format(table, column), shape=found)
+        assert (schema.decimal, schema.day_first, schema.columns[0].day_first, bool(schema.file)) == expected

@@ -8,7 +8,6 @@ A run keeps the completed schema: `torch_privacy.experiments.predictions` encode
 from __future__ import annotations
 
 import math
-import shlex
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -181,6 +180,9 @@ def _learnt_on_first(
     hint = f"It must be below 1/n for the {n:,} that train; 1 / (10 n) or less is usual."
     _check.strictly_between("train", 0, 1 / n, delta=settings.delta, hint=hint)  # before anything is spent
     with ranks.together("learns what the schema leaves open"):
+        schema = declared(Path(settings.file), settings.target, settings.schema, settings.owner)
+        if ranks.is_first and (doubt := table_scores.check_targets(settings, schema, split.frame, split.test_rows)):
+            warnings.warn(doubt, stacklevel=2)
         of_rows = split.owners_of(split.train_rows)
         found = _learn(settings, split.frame, split.train_rows, of_rows, new_ledger, draft) if ranks.is_first else None
     learnt = ranks.from_first(found)
@@ -204,7 +206,8 @@ def _task(settings: TableSettings, split: _Split, released: Mapping[str, Any], b
     settings = replace(settings, weight_decay=choice.weight_decay)
     private = _private_settings(settings, released, budget)
     prior = private["prior_releases"]
-    shape = () if settings.schema else (f"{path.name}: {shape_in(path).in_words()}; taken as public.",)
+    found = released.get("shape", "" if settings.schema else shape_in(path).in_words())  # older runs lack it
+    shape = (f"{path.name}: {found}; taken as public.",) if found else ()
     return Task(
         train=train.dataset(),
         test=scored,
@@ -217,7 +220,7 @@ def _task(settings: TableSettings, split: _Split, released: Mapping[str, Any], b
         owners=_owner_settings(settings, split),
         average=settings.average,
         released=released,
-        not_covered=(SHOWN_WITHOUT_NOISE, *(() if settings.schema else (SHAPE,))),
+        not_covered=(SHOWN_WITHOUT_NOISE, *((SHAPE,) if found else ())),
         num_threads=1,
         num_units=n,
         unit=table_notes.unit(settings),
@@ -277,6 +280,7 @@ def _learn(
     if schema.is_complete and not (settings.target_epsilon and schema.has_scales_to_learn):
         return {
             **declared_in(settings, schema),
+            "shape": schema.file,
             "schema": schema.to_toml(),
             "events": [],
             "fingerprints": [],
@@ -306,12 +310,13 @@ def _learn(
             if error.releases
             else "nothing"
         )
-        what = f"{path}: {str(error).rstrip('.')}. {_to_write(settings, error.lines)}To learn this has cost {price}."
-        raise ValueError(what) from None
+        lines = table_notes.to_write(settings, error.lines)
+        raise ValueError(f"{path}: {str(error).rstrip('.')}. {lines}To learn this has cost {price}.") from None
     finally:
         kept.close()
     return {
         **declared_in(settings, schema),
+        "shape": schema.file,
         "schema": learnt.schema.to_toml(),
         "events": [privacy.event_to_dict(kept.event(release)) for release in learnt.releases],
         "fingerprints": [release.fingerprint for release in learnt.releases],
@@ -329,23 +334,12 @@ def checked_target(settings: TableSettings, schema: tables.Schema, n: int) -> st
     doubt = tables.doubt_of(schema, n, learning_budget(settings, schema, n))
     if doubt is None:
         return None
-    lines = _to_write(settings, doubt.lines)
+    lines = table_notes.to_write(settings, doubt.lines)
     if doubt.is_likely:
         raise ValueError(
             f"train: {Path(settings.file).name}: {doubt.what}. {lines}Nothing was learnt, and it has cost nothing."
         )
     return f"{Path(settings.file).name}: {doubt.what}. If there is one: {lines[0].lower()}{lines[1:]}".rstrip()
-
-
-def _to_write(settings: TableSettings, lines: str) -> str:
-    """Returns which file to change, and the lines to write into it."""
-    if not lines:
-        return ""
-    if settings.schema is not None:
-        return f"Write into {settings.schema}: {lines}. "
-    name, target = Path(settings.file).name, shlex.quote(settings.target)
-    made = f"torch-privacy schema {name} --target {target} --output schema.toml"
-    return f"Make a schema ({made}), write into schema.toml: {lines}, and add --schema schema.toml. "
 
 
 class _Kept:

@@ -158,5 +158,5 @@ def _job(folder: Path, settings: SyntheticTableSettings) -> Job:
             of_budget=(frame, num_owners),
             written={**asdict(settings), "delta": of_run.delta},
         )
-    shape = () if settings.schema else (table_file.SHAPE,)
+    shape = (table_file.SHAPE,) if schema.file else ()
     return Job(run, path.name, frame.iloc[train_rows], frame.iloc[test_rows], shape)

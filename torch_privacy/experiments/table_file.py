@@ -19,7 +19,7 @@ from torch_privacy.support.read_file import opened
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-SHAPE = "how the file writes numbers and dates, as most cells show (without a schema file, which would declare it)"
+SHAPE = "how the file writes numbers and dates, as most cells show (no schema file says it)"
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def declared(path: Path, target: str, file: str | None, owner: str | None, where
     ignored = () if owner is None else (owner,)
     if file is None:
         return tables.Schema.template(path, target, ignore=ignored, shape=shape_in(path))
-    schema = tables.Schema.read(file)
+    schema = tables.Schema.read(file, shape=shape_in(path))
     if schema.target != target:
         raise ValueError(f"{where}: {file}: is the schema for the target {schema.target!r}, not for {target!r}.")
     if any(column.name == owner and column.kind != "ignored" for column in schema.columns):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch_privacy.privacy.rounding import round_up
 from torch_privacy.support import validate as _check
 from torch_privacy.support.units import ONE_EXAMPLE, plural, unit_of_column
 from torch_privacy.tables.cells import read_cells
+from torch_privacy.tables.learn import TOO_FEW
+from torch_privacy.tables.schema_file import toml_key
 
 MOST_NAMES = 20  # of columns, in a message
 FEW_ROWS = 10  # below which a declared category is pointed out
@@ -47,16 +50,36 @@ def notes(
         total = settings.target_epsilon
         of = "" if total is None else f" of the total {total:g}; the training has the rest"
         price = f"Learnt privately, for {cost}{of}: {_in_words(schema)}."
-    return (*chosen, *released["notes"], *_hints(schema), price)
+    return (*chosen, *released["notes"], *_hints(settings, schema), price)
 
 
-def _hints(schema: tables.Schema) -> tuple[str, ...]:
-    """Returns what may help if columns were taken for rare texts."""
+def to_write(settings: TableSettings, lines: str) -> str:
+    """Returns which file to change, and the lines to write into it."""
+    if not lines:
+        return ""
+    if settings.schema is not None:
+        return f"Write into {settings.schema}: {lines}. "
+    name, target = Path(settings.file).name, shlex.quote(settings.target)
+    made = f"torch-privacy schema {name} --target {target} --output schema.toml"
+    return f"Make a schema ({made}), write into schema.toml: {lines}, and add --schema schema.toml. "
+
+
+def _hints(settings: TableSettings, schema: tables.Schema) -> tuple[str, ...]:
+    """Returns what may help if bounds could not be learnt, or columns were taken for rare texts."""
+    reason = TOO_FEW.removeprefix("has ")
+    lost = [column.name for column in schema.columns if column.kind == "ignored" and column.reason == reason]
+    found = []
+    if lost:
+        more = f" (so for {_check.quoted(lost[1:], at_most=MOST_NAMES)}, too)" if lost[1:] else ""
+        line = f'[columns.{toml_key(lost[0])}], kind = "number", bounds = [0, 100], as publicly known{more}'
+        found.append(f"Bounds that are declared need not be learnt. {to_write(settings, line)}".rstrip())
     rare = [column.name for column in schema.columns if column.kind == "ignored" and "frequent" in column.reason]
-    if not rare or schema.decimal == ",":
-        return ()
-    columns = _check.quoted(rare, at_most=MOST_NAMES)
-    return (f'Of {columns} nothing was learnt. For numbers with a decimal comma write decimal = "," into the schema.',)
+    if rare and schema.decimal != ",":
+        columns = _check.quoted(rare, at_most=MOST_NAMES)
+        found.append(
+            f'Of {columns} nothing was learnt. For numbers with a decimal comma write decimal = "," into the schema.'
+        )
+    return tuple(found)
 
 
 def _in_words(schema: tables.Schema) -> str:

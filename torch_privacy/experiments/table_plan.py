@@ -27,10 +27,11 @@ def plan_lines(settings: TableSettings) -> list[tuple[str, str]]:
     n = table_file.num_units(owners, train_rows)
     schema = table_file.declared(path, settings.target, settings.schema, settings.owner)
     whom = "rows" if settings.owner is None else "persons"
+    shape = replace(table_file.shape_in(path), decimal=schema.decimal, day_first=schema.day_first)
     units = f"{' and '.join(map(str, settings.hidden_units))} hidden units" if settings.hidden_units else "linear"
     lines = [
         ("trains on", f"{n:,} {whom}; protected: {table_notes.unit(settings)}"),
-        ("shape of the file, public", table_file.shape_in(path).in_words()),
+        ("shape of the file, public", shape.in_words()),
         ("target", f"{settings.target}, {schema.task or 'classification or regression, which is learnt'}"),
         ("model", units),
     ]

@@ -5,17 +5,58 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from torch_privacy import tables
+from torch_privacy.experiments.table_settings import TableSettings
 from torch_privacy.experiments.task import ACCURACY, Score
 from torch_privacy.runs import metrics as log
+from torch_privacy.support.validate import quoted
+from torch_privacy.tables.cells import numbers, read_cells
+from torch_privacy.tables.schema_file import toml_key
 
 ROWS_AT_ONCE = 4096
+
+
+def check_targets(settings: TableSettings, schema: tables.Schema, frame: Any, test_rows: Any) -> str | None:
+    """Returns a sentence on test rows that have no declared class, or no number, as target; None if all have one.
+
+    Only test rows are looked at, which epsilon does not cover, so that a misspelt class is found before it is paid for.
+
+    Raises:
+        ValueError: these are most of the test rows.
+    """
+    column = schema.target_column
+    cells = read_cells(frame[schema.target].iloc[test_rows], schema.rules)
+    if column.kind == "category" and column.categories is not None:
+        of_values = [value in set(column.categories) for value in cells.values]
+        is_known, what = cells.spread(np.array(of_values, bool), False), f"in {quoted(column.categories, at_most=6)}"
+    elif column.kind == "number":
+        is_known, what = ~np.isnan(numbers(cells, schema.rules)), "a number"
+    else:
+        return None
+    num_known, strange = int(is_known.sum()), cells.codes[~is_known & ~cells.is_missing]
+    if not len(strange):
+        return None
+    places, counts = np.unique(strange, return_counts=True)
+    shown = quoted((cells.values[place] for place in places[np.argsort(-counts)]), at_most=3)
+    found = (
+        f"train: {Path(settings.file).name}: the target {schema.target!r} of {len(strange):,} test rows is not {what}, "
+        f"but {shown}"
+    )
+    if num_known >= len(strange):
+        return f"{found}. Such rows have the loss 0 and no score. This is an exact count: keep it to yourself."
+    written = "a schema" if settings.schema is None else settings.schema
+    raise ValueError(
+        f"{found}. Correct [columns.{toml_key(schema.target)}] in {written}. Nothing was learnt, and it has cost "
+        "nothing."
+    )
 
 
 def score_of(schema: tables.Schema, encoder: tables.Encoder, threshold: tables.Threshold | None) -> Score:

@@ -16,6 +16,7 @@ from ..training import PrivateTraining
 from ..training.secret_file import SecretFolder, load_secret
 
 WHERE = "PrivateTrainer"
+NO_FOLDER = "no run folder was given, which keeps the keys of noise and batches"
 NEEDED = ("optimizer", "scheduler.pt", TRAINER_STATE_NAME)
 
 
@@ -68,12 +69,18 @@ class Secrets:
         for step in reversed(self._steps()):
             if not self.lacking(self._checkpoint(step)):
                 return self._checkpoint(step)
-        return self.refuse(self._output_dir, "it has no complete checkpoint with a secret state")
+        if self._keys is None:
+            return self.refuse(self._output_dir, NO_FOLDER)
+        return self.refuse(
+            self._output_dir,
+            f"it has no complete checkpoint with its keys in {str(self._keys.path)!r} (keys are deleted when a "
+            "run is over)",
+        )
 
     def lacking(self, checkpoint: Path) -> str:
         """Returns what a checkpoint lacks to continue exactly, in words."""
         if self._keys is None:
-            return "no run folder was given, which keeps the keys of noise and batches"
+            return NO_FOLDER
         there = os.listdir(checkpoint) if checkpoint.is_dir() else []
         if missing := [name for name in NEEDED if not any(entry.startswith(name) for entry in there)]:
             return f"it has no {' and no '.join(missing)} (save_only_model=True writes none)"

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from ..mechanisms.clipping import Adaptive, ClippingRule, Flat, Groups
 from ..mechanisms.scheduled import Scheduled
-from ..support.validate import Refused, one_of, whole
+from ..support.validate import Refused, one_of, quoted, whole
 from ..training.old_spelling import refuse_moved
 from .grad_sample.functorch import make_functional
 from .optimizers import DPOptimizer
@@ -90,9 +91,12 @@ class Given:
         more = {name: value for name, value in self.more.items() if name not in of_rule}
         if unknown := more.keys() - {*OURS}:
             refuse_moved(WHERE, {name: more[name] for name in unknown & {"memory_budget", "microbatch_size"}}, "")
+            names = [field.name for field in fields(self) if field.name != "more"] + [*OURS]
+            close = [near for name in sorted(unknown) for near in get_close_matches(name, names, 1)]
+            meant = f" (did you mean {quoted(close)}?)" if close else ""
             raise TypeError(
-                f"{WHERE} got unexpected arguments {sorted(unknown)}; further ones: {sorted(OURS)}. The data_loader "
-                "has num_workers and collate_fn."
+                f"{WHERE} got unexpected arguments {sorted(unknown)}{meant}; further ones: {sorted(OURS)}. The "
+                "data_loader has num_workers and collate_fn."
             )
         if self.epochs is None and more.keys() & {"noise_schedule", "clip_schedule"}:
             raise ValueError(f"{WHERE}: noise_schedule and clip_schedule need epochs, to know the number of steps.")

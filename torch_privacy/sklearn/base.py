@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
 from sklearn.utils import Tags
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -24,7 +24,7 @@ from .. import privacy
 from ..mechanisms.clipping import ClippingRule
 from ..privacy.spent import Spent
 from ..support.validate import Refused, positive
-from .features import FLOATS, Bounds, are_outside, checked_bounds, standardized_columns
+from .features import FLOATS, Bounds, are_outside, checked_bounds, standardized_columns, validated
 from .fitting import (
     STANDARDIZED,
     NetworkPlan,
@@ -82,7 +82,7 @@ class PrivateEstimator(RemembersFits, BaseEstimator, ABC):
     def _fit(self, X: Any, y: Any, unsupported: dict[str, Any]) -> None:
         where = f"{type(self).__name__}.fit"
         self._check_arguments(where, unsupported)
-        X, y = validate_data(self, X, y, dtype=FLOATS, ensure_min_samples=2, y_numeric=self._numeric_targets)
+        X, y = validated(self, X, y, dtype=FLOATS, ensure_min_samples=2, y_numeric=self._numeric_targets)
         low, high = checked_bounds(where, "bounds", self.bounds, X.shape[1])
         positive(where, epsilon=self.epsilon)
         self._check_targets(where, y)
@@ -166,7 +166,7 @@ class PrivateEstimator(RemembersFits, BaseEstimator, ABC):
     def _outputs(self, X: Any) -> Array:
         """Returns the outputs of the network for these rows, float64; of the estimator's own layers in float64."""
         check_is_fitted(self, "module_")
-        X = validate_data(self, X, reset=False, dtype=FLOATS)
+        X = validated(self, X, reset=False, dtype=FLOATS)
         low, high = checked_bounds(type(self).__name__, "bounds", self.bounds, X.shape[1])
         rows = rows_for(self.module_, X, low, high)
         with torch.no_grad():

@@ -55,6 +55,20 @@ def standardized_columns(x: Array) -> Array:
     return np.flatnonzero(is_standard & (abs(abs(x) - 1) > AS_STANDARDIZED).any(0))
 
 
+def validated(estimator: Any, *arrays: Any, **rules: Any) -> Any:
+    """Returns what `validate_data` returns; for missing values its error recommends imputers, which are not private."""
+    try:
+        return validate_data(estimator, *arrays, **rules)
+    except ValueError as error:
+        first, *_ = str(error).splitlines()
+        if not first.startswith("Input X contains NaN"):
+            raise
+    raise ValueError(
+        f"{type(estimator).__name__}: {first} Fill them with a public constant, SimpleImputer(strategy='constant', "
+        "fill_value=0); an imputer that learns from the data puts its numbers into the model without noise."
+    )
+
+
 class PublicScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
     """Clips features to public bounds and maps these to [-1, 1]: ``2 (clip(x, low, high) - low) / (high - low) - 1``.
 
@@ -86,14 +100,14 @@ class PublicScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
 
     def fit(self, X: Any, y: Any = None) -> PublicScaler:
         """Checks the bounds against the number of features."""
-        X = validate_data(self, X, dtype=FLOATS)
+        X = validated(self, X, dtype=FLOATS)
         checked_bounds("PublicScaler", "bounds", self.bounds, X.shape[1])
         return self
 
     def transform(self, X: Any) -> Array:
         """Returns the scaled rows, (n, d), in [-1, 1]."""
         check_is_fitted(self, "n_features_in_")
-        X = validate_data(self, X, reset=False, dtype=FLOATS)
+        X = validated(self, X, reset=False, dtype=FLOATS)
         return scaled(X, *checked_bounds("PublicScaler", "bounds", self.bounds, X.shape[1]))
 
     def __sklearn_tags__(self) -> Tags:

@@ -84,8 +84,9 @@ class Schema:
         task: ``"classification"`` or ``"regression"``; None if it is to be learnt, or without target.
         missing: texts that mean a missing value, in any case; the empty cell always does.
         decimal: ``"."`` or ``","``; the other one may separate thousands.
-        day_first: whether dates of columns to be learnt have the day before the month; None learns it for each.
-        file: separator and encoding of the file that a template was made from, in words, for a comment.
+        day_first: whether dates of columns to be learnt have the day before the month; None learns it for each. In a
+            schema file it holds for declared dates, too, which do not say it themselves.
+        file: how the file is written, in words, where its cells were asked and no schema file; for a comment.
 
     Raises:
         ValueError: one sentence that names the column and what is wrong.
@@ -184,18 +185,18 @@ class Schema:
         return cls(tuple(columns), target, task, **written, _where=str(path))
 
     @classmethod
-    def read(cls, path: str | Path) -> Schema:
-        """Reads a schema file.
+    def read(cls, path: str | Path, *, shape: Shape | None = None) -> Schema:
+        """Reads a schema file; decimal mark and order of days and months that it does not say are those of ``shape``.
 
         Raises:
             ValueError: one sentence with the path and the line or key; the file is not TOML, or a value is not allowed.
         """
-        return cls.from_toml(read_text(path), str(path))
+        return cls.from_toml(read_text(path), str(path), shape=shape)
 
     @classmethod
-    def from_toml(cls, text: str, where: str = "schema") -> Schema:
-        """Returns the schema in the text of a schema file; ``where`` begins every error."""
-        values = parse(text, where)
+    def from_toml(cls, text: str, where: str = "schema", *, shape: Shape | None = None) -> Schema:
+        """Returns the schema in the text of a schema file; ``where`` begins every error, ``shape`` as in `read`."""
+        values = parse(text, where, shape)
         return cls(**{**values, "columns": tuple(Column(**column) for column in values["columns"])}, _where=where)
 
     def to_toml(self) -> str:

@@ -8,12 +8,14 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..support.read_file import read_bytes
 from ..support.validate import quoted
 from .cells import MISSING
+from .shape import Shape
 
 KINDS = ("number", "category", "date", "ignored", "learn")
 LEARN, BOUNDS = "learn", "bounds"
@@ -54,8 +56,11 @@ def read_text(path: str | Path) -> str:
         raise ValueError(f"{path}: is not UTF-8 (byte {error.start}). Save it as UTF-8.") from None
 
 
-def parse(text: str, where: str) -> dict[str, Any]:
-    """Returns the arguments of `Schema` in a text of TOML, with those of each `Column` under ``"columns"``."""
+def parse(text: str, where: str, shape: Shape | None = None) -> dict[str, Any]:
+    """Returns the arguments of `Schema` in a text of TOML, with those of each `Column` under ``"columns"``.
+
+    Decimal mark and order of days and months that the text does not say are those of a ``shape``.
+    """
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError alone
@@ -69,17 +74,21 @@ def parse(text: str, where: str) -> dict[str, Any]:
     task, missing = document.get("task", LEARN), document.get("missing", list(MISSING))
     if not isinstance(missing, list):
         _refuse(where, f"missing = {missing!r} must be a list of texts")
+    found = Shape() if shape is None else shape
+    decimal, day_first = document.get("decimal", found.decimal), document.get("day_first", found.day_first)
+    is_found = "decimal" not in document or ("day_first" not in document and found.day_first is not None)
     return {
-        "columns": [_column(where, name, values) for name, values in columns.items()],
+        "columns": [_column(where, name, values, day_first is True) for name, values in columns.items()],
         "target": target,
         "task": None if task == LEARN else task,
         "missing": tuple(missing),
-        "decimal": document.get("decimal", "."),
-        "day_first": document.get("day_first"),
+        "decimal": decimal,
+        "day_first": day_first,
+        "file": replace(shape, decimal=decimal, day_first=day_first).in_words() if shape and is_found else "",
     }
 
 
-def _column(where: str, name: str, values: Any) -> dict[str, Any]:
+def _column(where: str, name: str, values: Any, day_first_in_table: bool) -> dict[str, Any]:
     place = f"[columns.{toml_key(name)}]"
     if not isinstance(values, dict):
         _refuse(where, f"columns.{toml_key(name)} must be a section with kind = ...")
@@ -87,7 +96,8 @@ def _column(where: str, name: str, values: Any) -> dict[str, Any]:
     if kind not in KINDS:
         _refuse(where, f"{place}: kind = {kind!r} must be one of {quoted(KINDS)}")
     _check_keys(where, f"{place}: ", values, COLUMN_KEYS[kind])
-    reason, source, day_first = values.get("reason", ""), values.get("source", ""), values.get("day_first", False)
+    reason, source = values.get("reason", ""), values.get("source", "")
+    day_first = values.get("day_first", day_first_in_table)
     if not isinstance(reason, str) or not isinstance(source, str) or not isinstance(day_first, bool):
         _refuse(where, f"{place}: reason and source must be texts, and day_first true or false")
     bounds, categories = values.get("bounds", LEARN), values.get("categories", LEARN)

@@ -22,6 +22,7 @@ from .threshold import Threshold, positive
 Array = NDArray[Any]
 
 BINS = 10  # of the calibration curve, with nearly equal numbers of rows
+WHAT_HELPS = "Take more rows or a larger epsilon, or declare what is public in a schema."
 ERRORS = 2.0  # standard errors that a score must be better than a constant's
 SMALLEST = 1e-15  # probability, below which the logarithm is not taken
 
@@ -132,10 +133,15 @@ def scores_of_numbers(predicted: Array, targets: Array, *, owners: Array | None 
         ratio = mean_square / variance
         squared = Measured("R²", 1 - ratio, _error((errors**2 - ratio * (y - y.mean()) ** 2) / variance, owners), 0.0)
         measures.insert(0, squared)
-        if not squared.value > ERRORS * squared.error:
+        if not squared.value > 0:
             warnings.append(
                 f"The model is no better than a constant: R² is {_text(squared)}, and 0 is that of the mean of the "
-                "test rows. Take more rows or a larger epsilon, or declare what is public in a schema."
+                f"test rows. {WHAT_HELPS}"
+            )
+        elif not squared.value > ERRORS * squared.error:
+            warnings.append(
+                f"The {n:,} test rows do not show that the model is better than a constant: R² is {_text(squared)}, "
+                f"which is less than two standard errors from 0. {WHAT_HELPS}"
             )
     return {"rows": n, "measures": [asdict(one) for one in measures], "warnings": warnings}
 
@@ -188,11 +194,16 @@ def _warnings_of_classes(
     assert accuracy.baseline is not None
     assert log_loss.baseline is not None
     assert log_loss.gain_error is not None
-    if not log_loss.baseline - log_loss.value > ERRORS * log_loss.gain_error:
+    gain = log_loss.baseline - log_loss.value
+    if not gain > 0:
         return [
             f"The model is no better than the base rate: its log loss is {_text(log_loss)}, and the shares of the "
-            f"classes alone have {log_loss.baseline:.3f}. Take more rows or a larger epsilon, or declare what is "
-            "public in a schema."
+            f"classes alone have {log_loss.baseline:.3f}. {WHAT_HELPS}"
+        ]
+    if not gain > ERRORS * log_loss.gain_error:
+        return [
+            f"The {len(y):,} test rows do not show that the model is better than the base rate: its log loss is "
+            f"smaller by {gain:.3f} ± {log_loss.gain_error:.3f}, which is less than two standard errors. {WHAT_HELPS}"
         ]
     if threshold is not None or accuracy.value - accuracy.baseline > ERRORS * (accuracy.gain_error or 0.0):
         return []

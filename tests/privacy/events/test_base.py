@@ -153,6 +153,8 @@ def test_counts_that_are_no_counts_are_refused(place):
     for pairs in (None, EVENTS[0], [EVENTS[0]], [(EVENTS[0],)]):
         with pytest.raises(ValueError, match="must be pairs"):
             place(pairs)
+    with pytest.raises(ValueError, match="the event comes first"):
+        place([(3, EVENTS[0])])
 
 
 def test_any_callable_states_the_price_of_an_event():

@@ -192,6 +192,11 @@ def checked_releases(where: str, events: Any) -> list[tuple[Event, int]]:
     pairs = list(events) if isinstance(events, Iterable) else [events]
     if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         raise ValueError(f"{where}: got {shown(events)}: must be pairs (event, how often).")
+    for event, count in pairs:
+        if isinstance(count, Event) and not isinstance(event, Event):
+            raise ValueError(
+                f"{where}: got the pair ({shown(event)}, {shown(count)}): the event comes first, then how often."
+            )
     pairs = [(event, plain_number(count)) for event, count in pairs]
     for event, count in pairs:
         check_event(where, event)
