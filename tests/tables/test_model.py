@@ -71,16 +71,20 @@ def test_wrong_numbers_are_refused(n, epsilon, delta):
         defaults(n, epsilon, delta)
 
 
-def test_weights_decay_and_biases_do_not():
-    """The bias of a rare class is large, and right."""
-    choice, model = defaults(4000, 3.0, classes=2), torch.nn.Linear(3, 2)
-    before = [p.detach().clone() for p in model.parameters()]
+def test_weights_of_the_perceptron_decay_and_nothing_else_does():
+    """The bias of a rare class is large, and right; a rare category has few gradients to hold its weights up."""
+    choice = defaults(4000, 3.0, classes=2)
+    columns = Column("x", "number", (0, 1)), Column("c", "category", categories=("a", "b"))
+    model = new_model(Schema((*columns, Column("y", "category", categories=("p", "q"))), "y", "classification"))
     for p in model.parameters():
+        p.data.uniform_(0.5, 1.0)
         p.grad = torch.zeros_like(p)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     choice.new_optimizer(model).step()
-    assert 0 < choice.learning_rate * choice.weight_decay < 0.1
-    assert torch.allclose(model.weight, before[0] * (1 - choice.learning_rate * choice.weight_decay), rtol=1e-12)
-    assert torch.equal(model.bias, before[1])
+    factors = {name: (p / before[name]).unique().tolist() for name, p in model.named_parameters()}
+    decayed = pytest.approx(1 - choice.learning_rate * choice.weight_decay, rel=1e-6)
+    expected = {name: [decayed] if name in ("mlp.0.weight", "mlp.2.weight") else [1.0] for name in factors}
+    assert {name: found[:1] for name, found in factors.items()} == expected
     assert not defaults(4000, 3.0).weight_decay  # of a number
     assert not defaults(4000, 3.0, classes=10).weight_decay
     assert defaults(400, 1.0, classes=2).weight_decay < choice.weight_decay  # little is learnt

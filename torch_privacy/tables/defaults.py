@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from ..support.validate import positive, strictly_between, whole
+from .model import Perceptron
 
 BATCH_GROWTH, LARGEST_BATCH = 7.0, 8192
 FEW_CLASSES = 4  # up to which weights decay
@@ -26,7 +27,8 @@ class Defaults:
         num_steps: number of steps.
         epochs: ``num_steps * expected_batch_size / n``.
         learning_rate: of Adam.
-        weight_decay: of AdamW: a step multiplies weights, but not biases, by ``1 - learning_rate * weight_decay``.
+        weight_decay: of AdamW: a step multiplies the weights of the `Perceptron`, but neither its biases nor embeddings
+            nor the linear part, by ``1 - learning_rate * weight_decay``.
         clip_norm: of ``Flat`` clipping.
         average: decay of the ``MovingAverage`` that gives the resulting weights.
         hidden_units: widths of the hidden layers.
@@ -47,11 +49,13 @@ class Defaults:
 
     def new_optimizer(self, model: nn.Module) -> Optimizer:
         """Returns the optimizer of the model's parameters."""
-        if not self.weight_decay:
+        hidden = [p for layer in model.modules() if isinstance(layer, Perceptron) for p in layer.parameters()]
+        decaying = [p for p in hidden if p.ndim > 1]
+        if not (self.weight_decay and decaying):
             return Adam(model.parameters(), lr=self.learning_rate)
-        parameters = [*model.parameters()]
-        weights, biases = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim < 2]
-        groups = [{"params": weights, "weight_decay": self.weight_decay}, {"params": biases, "weight_decay": 0.0}]
+        ids = {id(p) for p in decaying}
+        others = [p for p in model.parameters() if id(p) not in ids]
+        groups = [{"params": decaying, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return AdamW(groups, lr=self.learning_rate)
 
 

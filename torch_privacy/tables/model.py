@@ -16,6 +16,10 @@ from .schema import Schema
 EMBEDDING = 8
 
 
+class Perceptron(nn.Sequential):
+    """The hidden layers of a `TableModel`; their weights decay (see `Defaults`)."""
+
+
 class TableModel(nn.Module):
     """Perceptron on numbers and embedded categories, beside a linear model of the same inputs.
 
@@ -57,7 +61,7 @@ class TableModel(nn.Module):
             width = units
         last = nn.Linear(width, num_outputs, bias=False)
         nn.init.zeros_(last.weight)
-        self.mlp = nn.Sequential(*layers, last)
+        self.mlp = Perceptron(*layers, last)
 
     def forward(self, inputs: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         if isinstance(inputs, Tensor):
