@@ -197,6 +197,14 @@ def test_number_of_steps_is_that_of_the_trainer(settings, num_steps):
     assert trainer.global_step == fit.training.step_count == fit.training.settings.num_steps == num_steps
 
 
+def test_a_trial_run_that_spends_all_of_epsilon_is_warned_of():
+    settings = {"fast_dev_run": True}
+    with pytest.warns(UserWarning, match="fast_dev_run may spend all of target_epsilon in 1 step"):
+        _, fit = fitted(Module(), settings=settings, noise_multiplier=None, target_epsilon=2.0)
+    assert fit.training.spent().epsilon.high > 1.9
+    fitted(Module(), settings=settings)  # a noise that is given is as large as ever
+
+
 def test_a_budget_ends_the_training_and_no_step_is_counted_after_it():
     fit = PrivateFit(**PRIVACY)
     trainer = trainer_of(fit, max_epochs=3, min_epochs=3)

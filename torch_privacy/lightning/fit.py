@@ -20,6 +20,7 @@ except ImportError as error:
     raise ImportError("PrivateFit needs Lightning. Install it with: pip install 'torch-privacy[lightning]'") from error
 
 from ..support.validate import Refused
+from ..support.warning import warn
 from ..training import PrivateTraining
 from ..training.old_spelling import hint_for, refuse_moved
 from ..training.secret_file import SecretFolder, load_secret
@@ -135,6 +136,11 @@ class PrivateFit(Callback):
             trainer.save_checkpoint(self._keys.start)
         for logger in trainer.loggers:
             logger.log_hyperparams({f"privacy/{name}": value for name, value in _settings_of(training).items()})
+        if getattr(trainer, "fast_dev_run", False) and "target_epsilon" in self._privacy:
+            warn(
+                f"{WHERE}: fast_dev_run may spend all of target_epsilon in {num_steps} step{'s' * (num_steps > 1)}. "
+                "What it releases of this data counts like any other training. To try the code, take other data."
+            )
         rank_zero_info(
             f"{WHERE}: {num_steps} steps with Poisson batches of {training.settings.expected_batch_size:g} examples "
             f"expected, out of {training.settings.num_examples}. Batches of the train DataLoader are not used."
