@@ -83,9 +83,13 @@ def test_mistakes_are_refused_in_a_sentence(arguments, message, folder, capsys):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("schema", [[], ["--schema", "schema.toml"]], ids=["learnt", "declared"])
-def test_the_statement_says_that_the_shape_of_the_file_was_read(folder, schema):
+@pytest.mark.parametrize("says", [None, "", 'decimal = "."\n'], ids=["no schema", "nothing", "the decimal mark"])
+def test_the_statement_says_that_the_shape_of_the_file_was_read_unless_a_schema_says_it(folder, says):
     made = ["--epsilon", "3", "--target", "income", "--generator", "mst", "--no-page", "--run", "r"]
-    assert run(["synthesize", "people.csv", *made, *schema]) == 0
+    if says is not None:
+        file = folder / "schema.toml"
+        file.write_text(says + file.read_text())
+        made += ["--schema", "schema.toml"]
+    assert run(["synthesize", "people.csv", *made]) == 0
     not_covered = json.loads((folder / "r/privacy.json").read_text())["not_covered"]
-    assert (SHAPE in not_covered) == (not schema)
+    assert (SHAPE in not_covered) == (not says)
