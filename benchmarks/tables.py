@@ -22,6 +22,7 @@ import math
 import tarfile
 import time
 import warnings
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,7 @@ def of_diffprivlib(
 
 
 def private(
-    frame: pd.DataFrame, target: str, train: Any, test: Any, epsilon: float, seed: int
+    frame: pd.DataFrame, target: str, train: Any, test: Any, epsilon: float, seed: int, decay: float | None = None
 ) -> dict[str, dict[str, Any]]:
     """Returns the scores of a private training, and of others, with everything but the target's task learnt."""
     is_number = "number" in frame.attrs["name"]
@@ -204,6 +205,7 @@ def private(
     schema = tables.Schema(tuple(open_columns), target, "regression" if is_number else "classification")
     text = frame.astype(str)
     choice = tables.defaults(len(train), epsilon, classes=len(classes or ()) or math.inf)
+    choice = choice if decay is None else replace(choice, weight_decay=decay)
     share = choice.learning_share
     learnt = tables.learn(text.iloc[train], schema, epsilon=share * epsilon, delta=share * choice.delta)
     encoder = tables.Encoder(learnt.schema)
@@ -237,6 +239,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--epsilon", type=float, nargs="+", default=[1.0, 3.0, 8.0])
+    parser.add_argument("--weight-decay", type=float, help="in place of the default")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -253,7 +256,10 @@ def main() -> None:
         for epsilon in chosen.epsilon:
             start = time.perf_counter()
             try:
-                of_seeds = [private(frame, target, train, test, epsilon, seed) for seed in range(chosen.seeds)]
+                of_seeds = [
+                    private(frame, target, train, test, epsilon, seed, chosen.weight_decay)
+                    for seed in range(chosen.seeds)
+                ]
             except tables.TableError:
                 print(f"  {f'ours, epsilon {epsilon:g}':38} refused: too few rows to learn any column", flush=True)
                 continue

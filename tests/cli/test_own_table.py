@@ -225,6 +225,23 @@ def test_declared_categories_are_listed_with_their_sources_and_rare_ones_pointed
     assert by_hand.item() == pytest.approx((logits[1] - logits[0]).item())
 
 
+def test_weights_decay_as_chosen_by_default_for_two_classes_and_not_in_older_or_linear_runs(file, tmp_path):
+    schema = tmp_path / "schema.toml"
+    schema.write_text(SCHEMA.replace("[18, 90]", '[18, 90]\nscale = "bounds"'))
+    chosen = {"target": "income", "target_epsilon": 4.0, "schema": str(schema)}
+    older = {name: value for name, value in complete(file, chosen).items() if name != "weight_decay"}
+    for settings, decay in (
+        (complete(file, chosen), 0.6),
+        (complete(file, {**chosen, "weight_decay": 0.3}), 0.3),
+        (complete(file, {**chosen, "hidden_units": 0}), 0.0),
+        (older, 0.0),
+    ):
+        task = own_table.build_task(own_table.STUDY.settings(**settings))
+        groups = task.new_optimizer(task.new_model()).param_groups
+        assert [group["weight_decay"] for group in groups] == ([decay, 0.0] if decay else [0.0])
+        assert any(f"weight decay {decay:g}," in note for note in task.notes)
+
+
 @pytest.mark.thorough
 def test_resumed_run_on_a_table_learns_nothing_again(file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "check_priced", lambda *_: None)  # takes seconds
@@ -315,6 +332,8 @@ MISTAKES = {  # arguments, with F for a table -> words of the one sentence
     "negative epsilon": (["train", "F", "--target", "income", "--epsilon", "-2"], "--epsilon -2.0 must be greater"),
     "delta": (["train", "F", *TRAIN, "--delta", "0.01"], "--delta 0.01 must lie in"),
     "no units": (["train", "F", *TRAIN, "--hidden-units", "-1"], "--hidden-units -1 must be"),
+    "decay": (["train", "F", *TRAIN, "--weight-decay", "101"], "--weight-decay 101.0 must lie in (0, 100]"),
+    "decay of nothing": (["train", "F", *TRAIN, "--weight-decay", "1", "--hidden-units", "0"], "--hidden-units 0 has"),
     "all share": (["train", "F", *TRAIN, "--schema-share", "1"], "--schema-share 1.0 must lie in (0, 1)"),
     "all test": (["train", "F", *TRAIN, "--test-share", "1"], "--test-share 1.0 must lie in (0, 1)"),
     "owner alone": (["train", "F", *TRAIN, "--owner", "job"], "--owner COLUMN and --per-owner K belong together"),

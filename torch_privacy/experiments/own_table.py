@@ -155,6 +155,10 @@ def build_task(
     _check.strictly_between("train", 0, 1, schema_share=settings.schema_share, test_share=settings.test_share)
     if settings.weight_decay:
         _check.in_range("train", 0, 1 / settings.learning_rate, weight_decay=settings.weight_decay)
+        if not settings.hidden_units:
+            raise ValueError(
+                "train: --weight-decay needs hidden layers: their weights decay, and --hidden-units 0 has none."
+            )
     path, ranks = Path(settings.file), Ranks.here("train")
     with ranks.together("reads the table"), needing_extra():
         split = _Split.of(settings, path)
@@ -239,6 +243,8 @@ def _choice(settings: TableSettings, schema: tables.Schema, n: int) -> tables.De
     """Returns the settings of the optimizer; the decay of weights depends on the number of classes."""
     found = tables.defaults(n, settings.target_epsilon or 1.0, settings.delta, classes=len(schema.classes) or math.inf)
     decay = found.weight_decay if settings.weight_decay is None else settings.weight_decay
+    if not settings.hidden_units:
+        decay = 0.0  # of a linear model nothing decays
     return replace(found, learning_rate=settings.learning_rate, weight_decay=decay)
 
 

@@ -59,7 +59,10 @@ class TableSettings(task.Settings):
     ] = None
     weight_decay: Annotated[  # None: by the number of classes; older runs have none: they fitted few rows too closely
         float | None,
-        OfTable("A step multiplies weights by one minus this times the learning rate.", shown="0.6 for few classes"),
+        OfTable(
+            "A step multiplies the hidden layers' weights by one minus this times the learning rate.",
+            shown="0.6 for few classes",
+        ),
     ] = 0.0
     clipping: str = "flat"  # older runs have "automatic": its probabilities were worse than the base rate
     average: float = 0.99  # decay of the weights' moving average
