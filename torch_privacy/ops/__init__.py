@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides ``OPS``, the only registry: torch function -> recorder of its parameters' uses, one file per op family."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 from . import attention, conv, einsum, elementwise, embedding, norm, recurrent, routed
 from ._base import AnyLayout as AnyLayout
@@ -11,7 +11,7 @@ from ._base import Op as Op
 from ._base import Ragged as Ragged
 from ._base import Use as Use
 
-OPS: dict[Callable, Callable[..., Iterator[Use]]] = {
+OPS: dict[Callable, Callable[..., Iterable[Use]]] = {
     **einsum.RECORDERS,
     **conv.RECORDERS,
     **embedding.RECORDERS,

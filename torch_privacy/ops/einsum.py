@@ -213,15 +213,13 @@ def _broadcast(ndim: int) -> Labels:
 # for every argument that may be a parameter; the tape keeps the uses of parameters.
 
 
-def linear(y: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Use]:
+def linear(y: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[Use]:
     """Records ``y = x Wᵀ + bias``."""
+    of_bias = [] if bias is None else [TermUse(bias)]
     if weight.requires_grad and weight.ndim == 2 and min(weight.shape) > 1:  # if input is a parameter, too: fallback
-        yield LinearUse(weight, input)
-    else:
-        positions, outputs = _broadcast(input.ndim - 1), "e" * (weight.ndim - 1)
-        yield from contraction((*positions, *outputs), input, (*positions, "d"), weight, (*outputs, "d"))
-    if bias is not None:
-        yield TermUse(bias)
+        return [LinearUse(weight, input), *of_bias]
+    positions, outputs = _broadcast(input.ndim - 1), "e" * (weight.ndim - 1)
+    return [*contraction((*positions, *outputs), input, (*positions, "d"), weight, (*outputs, "d")), *of_bias]
 
 
 def matmul(y: Tensor, input: Tensor, other: Tensor, *, scale: float = 1.0) -> Iterator[Use]:

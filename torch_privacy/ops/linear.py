@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,16 +139,17 @@ class OuterProducts:
         of_x, of_b = squares.split(len(squares) // 2)
         return (of_x * of_b).sum(0)
 
-    def weighted_sums(self, c: Tensor, *, frees: bool = False) -> Iterator[tuple[int, Tensor]]:
-        """Yields the number of each op with its Jᵀ c; ``frees`` the factors on the way, which answer nothing more."""
-        c, groups = c[:, None], self._groups
+    def weighted_sums(self, c: Tensor, *, frees: bool = False) -> list[tuple[int, Tensor]]:
+        """Returns the number of each op with its Jᵀ c; ``frees`` the factors on the way, which answer nothing more."""
+        c, groups, found = c[:, None], self._groups, []
         self._groups = [] if frees else list(groups)
         for numbers in self._numbers:
             x, b = groups.pop(0)
             if len(numbers) == 1:  # a product of two matrices needs less memory than one of stacks
                 x, b = x[0], b[0]
             totals = b.mT @ (x * c) if x.shape[-1] < b.shape[-1] else (b * c).mT @ x
-            yield from zip(numbers, totals if len(numbers) > 1 else [totals], strict=True)
+            found += zip(numbers, totals if len(numbers) > 1 else [totals], strict=True)
+        return found
 
 
 @dataclass(frozen=True)

@@ -20,22 +20,27 @@ Change = Callable[[], Callable[[], object] | None]  # returns what undoes it
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Returns the tensors in nested tuples, lists, mappings and other containers that torch's pytree knows."""
-    if isinstance(tree, Tensor):
-        return [tree]
     found: list[Tensor] = []
-    if type(tree) in (tuple, list):  # faster than by the pytree
-        for value in tree:
-            if isinstance(value, Tensor):
-                found.append(value)
-            elif value is not None:
-                found += tensors_in(value)
-        return found
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, Mapping):  # of a kind that the pytree does not know, such as a tokenizer's output
-            found += tensors_in([*leaf.values()])
+    stack = [tree]
+    while stack:
+        value = stack.pop()
+        kind = type(value)
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif kind is tuple or kind is list:  # faster than by the pytree
+            stack += value[::-1]
+        elif kind is dict:
+            stack += [*value.values()][::-1]
+        elif kind not in _SIMPLE:
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    found.append(leaf)
+                elif isinstance(leaf, Mapping):  # a kind that the pytree does not know, such as a tokenizer's output
+                    found += tensors_in([*leaf.values()])
     return found
+
+
+_SIMPLE = {type(None), int, float, bool, str, bytes}
 
 
 class OpMode(TorchFunctionMode):

@@ -15,8 +15,12 @@ _IN_USE: dict[int, weakref.ref[Used]] = {}  # by id
 
 def begin_use(used: Iterable[Used]) -> list[Used]:
     """Registers these; returns those that were not in use."""
-    new = [one for one in used if not is_in_use([one])]
-    _IN_USE.update({id(one): weakref.ref(one) for one in new})
+    new: list[Used] = []
+    for one in used:
+        known = _IN_USE.get(id(one))
+        if known is None or known() is not one:
+            new.append(one)
+    _IN_USE.update(zip(map(id, new), map(weakref.ref, new), strict=True))
     return new
 
 
@@ -28,5 +32,8 @@ def end_use(used: Iterable[Used]) -> None:
 
 def is_in_use(some: Iterable[Used]) -> bool:
     """True if one of these is in use."""
-    found = [one for one in some if id(one) in _IN_USE]
-    return bool(found) and any(_IN_USE[id(one)]() is one for one in found)
+    for one in some:
+        known = _IN_USE.get(id(one))
+        if known is not None and known() is one:
+            return True
+    return False

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ def check_user_code(pending: Pending, losses: Tensor) -> list[str]:
 def check_still_trained(pending: Pending) -> None:
     """Refuses a loop that freezes or unfreezes parameters in every turn of a batch."""
     tape = pending.tape
-    frozen = [] if tape is None else [name for name, p in tape.parameters.items() if not p.requires_grad]
-    if frozen:
+    if tape is not None and not all(map(_is_trained, tape.parameters.values())):
+        frozen = [name for name, p in tape.parameters.items() if not p.requires_grad]
         raise Refused(
             f"PrivateTraining: the loop switches requires_grad of {', '.join(map(repr, frozen))} in every turn of "
             "a batch, so that its rehearsals train other parameters than the batch. Let it depend on "
@@ -53,10 +54,13 @@ def equal_rates(optimizer: Optimizer, before: list[dict[str, Any]] | None) -> li
 
     So a loop cannot change them between the turns of one batch.
     """
-    now = [
-        {key: value if type(value) in SIMPLE else plain(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    now: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        now.append(settings := {**group})
+        del settings["params"]
+        for key, value in settings.items():
+            if type(value) not in SIMPLE:
+                settings[key] = plain(value)
     if before is not None and now != before:
         pairs = zip(now, before, strict=False)
         changed = sorted({key for new, old in pairs for key in new if new[key] != old.get(key)}) or ["params"]
@@ -123,6 +127,9 @@ def _close(turns: weakref.ref[Generator[Any, None, None]]) -> None:
     if alive is not None:
         with suppress(ValueError):  # another thread runs it
             alive.close()
+
+
+_is_trained = attrgetter("requires_grad")
 
 
 class OneThread:

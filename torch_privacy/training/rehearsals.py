@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -235,19 +235,24 @@ class Rehearsals:
         return self._due[1]
 
     def _find_due(self, step: int, count: int) -> set[int]:
+        turns = self._turns(step)
+        if not turns:
+            return set()
         first = self._chance(b"rehearsal")  # the microbatch that is rehearsed first; the others follow in turn
-        return {(first + turn) % count for turn in self._turns(step)}
+        return {(first + turn) % count for turn in turns}
 
-    def _turns(self, step: int) -> Iterator[int]:
-        """Yields, for each reason to rehearse a step, how many steps were rehearsed for the same reason before."""
+    def _turns(self, step: int) -> list[int]:
+        """Returns, for each reason to rehearse a step, how many steps were rehearsed for the same reason before."""
+        turns: list[int] = []
         if step <= THOROUGH or step & (step - 1) == 0:
-            yield step.bit_length()
+            turns.append(step.bit_length())
         block, place = divmod(step, BLOCK)
         if place == self._chance(b"rehearsed step", block) % BLOCK:
-            yield block
+            turns.append(block)
         period = self.epoch * math.ceil(RARELY / self.epoch)
         if step and step // period > (step - 1) // period:
-            yield int(step // period)
+            turns.append(int(step // period))
+        return turns
 
     def _chance(self, purpose: bytes, *numbers: int) -> int:
         return int.from_bytes(self.draws.secret(purpose, *numbers)[:8], "little")
@@ -300,7 +305,8 @@ class Rehearsals:
         """
         if part.settings is None or not part.share.counts or self.assumed:
             return False
-        return any([part.rehearsed or key == TRAINED for key in part.settings.switched()])
+        switched = part.settings.switched()
+        return TRAINED in switched or (part.rehearsed and len(switched) > 0)
 
     def is_new(self, part: Part, code: CodePath) -> bool:
         """True if the part took a path through the code that no rehearsal has seen."""

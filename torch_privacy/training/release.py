@@ -7,7 +7,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -206,14 +206,20 @@ def _in_few(sums: dict[str, Tensor], stddevs: Mapping[str, float]) -> tuple[Mapp
     """
     if len(sums) < FEW or sum(map(Tensor.numel, sums.values())) > SMALL:
         return sums, stddevs
-    few: dict[str, Tensor] = {}
-    for _, group in groupby(sums, lambda name: (stddevs[name], sums[name].dtype, sums[name].device)):
-        names = [*group]
-        tensors = [sums[name] for name in names]
-        few[names[0]] = whole = torch.cat([t.view(-1) for t in tensors])
-        parts = zip(names, whole.split([*map(Tensor.numel, tensors)]), tensors, strict=True)
-        sums.update({name: part.view(t.shape) for name, part, t in parts})
-    return few, {name: stddevs[name] for name in few}
+    groups: list[tuple[Any, list[str]]] = []  # neighbors of one kind
+    for name, total in sums.items():
+        kind = stddevs[name], total.dtype, total.device
+        if not groups or groups[-1][0] != kind:
+            groups.append((kind, []))
+        groups[-1][1].append(name)
+    few, scales = dict[str, Tensor](), dict[str, float]()
+    for (scale, _, _), names in groups:
+        few[names[0]] = whole = torch.cat([sums[name].view(-1) for name in names])
+        scales[names[0]], end = scale, 0
+        for name in names:
+            start, end = end, end + sums[name].numel()
+            sums[name] = whole[start:end].view(sums[name].shape)
+    return few, scales
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> Iterator[np.ndarray]:

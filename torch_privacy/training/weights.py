@@ -119,7 +119,7 @@ class WeightMarks:
         return self._addresses == [*map(Tensor.data_ptr, self._locals)]
 
     def _present_entries(self) -> list[Tensor]:
-        return [torch.cat([*views.values()]) for views in self._views.values()]
+        return [*map(torch.cat, map(list, map(dict.values, self._views.values())))]
 
 
 def _sampled(p: Tensor) -> Tensor:

@@ -59,8 +59,9 @@ def backward_into(
     finally:
         for handle in handles:
             handle.remove()
-        for place in places:
-            place.forget()
+        if reached.recorder.log.saved_elsewhere:
+            for place in places:
+                place.forget()
     of_places = [*gradients[: len(ends)]]
     del gradients  # each b is freed once the sink has done with it
     with torch.no_grad():

@@ -108,12 +108,13 @@ class _Places:
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], tuple[int, list[tuple[CodeType, int]]]] = {}  # keeps the code that ids name
 
-    def number(self, a: Any) -> int:
+    def number(self, frame: Any) -> int:
         """Returns the number of the place that a frame is at.
 
         The loop is unrolled because this runs for every call of a torch function.
         """
         try:
+            a = frame
             b = a.f_back
             c = b.f_back
             d = c.f_back
@@ -122,9 +123,12 @@ class _Places:
             codes = id(a.f_code), id(b.f_code), id(c.f_code), id(d.f_code), id(e.f_code), id(f.f_code)
             key = *codes, a.f_lasti, b.f_lasti, c.f_lasti, d.f_lasti, e.f_lasti, f.f_lasti
         except AttributeError:  # the stack has fewer frames
-            key = tuple(number for code, last in _calls(a) for number in (id(code), last))
+            codes, lasts, a = (), (), frame
+            while a is not None:
+                codes, lasts, a = (*codes, id(a.f_code)), (*lasts, a.f_lasti), a.f_back
+            key = *codes, *lasts
         known = self._known.get(key)
-        return self._add(key, _calls(a)) if known is None else known[0]
+        return self._add(key, _calls(frame)) if known is None else known[0]
 
     def _add(self, key: tuple[int, ...], calls: list[tuple[CodeType, int]]) -> int:
         if len(self._known) >= MOST_PLACES:  # of code that is made anew in every step

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -129,7 +129,8 @@ def reach(recorder: Recorder, losses: Tensor, may_miss: Iterable[str], path_of: 
     check_losses(losses)
     tensors, graph = recorder.tensors, Graph(losses)
     tensors.learn_size(len(losses))
-    leaves = {id(p): p for p in recorder.parameters.values() if p.requires_grad}
+    trained = [*filter(_requires_grad, recorder.parameters.values())]
+    leaves = dict(zip(map(id, trained), trained, strict=True))
     finder = CallFinder(recorder.log.calls, leaves, tensors.is_constant)
     calls, unrecorded = finder.reached(graph, losses)
     calls, recorder.log.unrecorded = calls + unrecorded, unrecorded
@@ -148,7 +149,10 @@ def reach(recorder: Recorder, losses: Tensor, may_miss: Iterable[str], path_of: 
 def _check_weights(recorder: Recorder, calls: Sequence[Call], unrecorded: Sequence[Call]) -> None:
     """Raises if a parameter is complex, or was written into between its use and the recording's start."""
     tensors = recorder.tensors
-    weights = {id(use.weight): use.weight for call in calls for use in call.uses}
+    weights: dict[int, Tensor] = {}
+    for call in calls:
+        for use in call.uses:
+            weights[id(use.weight)] = use.weight
     if any(map(Tensor.is_complex, weights.values())):
         names = [name for weight in weights.values() if weight.is_complex() for name in tensors.names_of(weight)]
         raise Refused(
@@ -168,7 +172,7 @@ def _check_weights(recorder: Recorder, calls: Sequence[Call], unrecorded: Sequen
         )
 
 
-def _check_reached(recorder: Recorder, calls: Sequence[Call], may_miss: Collection[str]) -> None:
+def _check_reached(recorder: Recorder, calls: Sequence[Call], may_miss: Set[str]) -> None:
     """Raises unless the losses reach every parameter that they must not miss; notes those that they reach."""
     sources, reached = recorder.tensors.sources, set[str]()
     for call in calls:
@@ -178,9 +182,9 @@ def _check_reached(recorder: Recorder, calls: Sequence[Call], may_miss: Collecti
             if call.op not in LOOKUPS or not source.direct:
                 recorder.used_otherwise.update(source.names)
     recorder.reached = reached
-    missing = [name for name in recorder.parameters if name not in reached and name not in may_miss]
+    missing = recorder.parameters.keys() - reached - may_miss
     if missing:
-        raise Refused(never_reached(missing))
+        raise Refused(never_reached([name for name in recorder.parameters if name in missing]))
 
 
 def never_reached(names: Sequence[str]) -> str:
@@ -271,8 +275,11 @@ class CallFinder:
                 if n not in seen:
                     seen.add(n)
                     stack.append(n)
-        met = {*map(id, reached)}
-        reached = [call for call in self._calls if id(call) in met]
+        if len(reached) == len(self._calls):
+            reached = [*self._calls]
+        else:
+            met = {*map(id, reached)}
+            reached = [call for call in self._calls if id(call) in met]
         if complete:
             return reached, []
         starts = [edge_of(losses), *(edge for call in reached for edge in call.inputs)]
@@ -290,6 +297,7 @@ class CallFinder:
 
 
 _node, _size, _name = attrgetter("node"), attrgetter("size"), methodcaller("name")
+_requires_grad = attrgetter("requires_grad")
 
 
 @cache

@@ -284,7 +284,7 @@ class Recorder(OpMode):
         self.program.used.append(step)
         run = self._run_and_record if step.func in OPS else self._run_op
         out = run(step.func, args, kwargs, data, weights)
-        self._add_results([out] if isinstance(out, Tensor) else tensors_among((out,)), with_weights=True)
+        self._add_results((out,) if isinstance(out, Tensor) else tensors_among((out,)), with_weights=True)
         return out
 
     def _run_on_data(self, step: OpStep, args: tuple, kwargs: dict) -> Any:
@@ -370,8 +370,11 @@ class Recorder(OpMode):
             wanted = [*filter(_requires_grad, weights)]
             run = RunCall(func, before, kwargs, wanted, data, result, results, in_place)
             is_sharded = self.shards is not None and self.shards.are_met(*outputs, *data, *weights)
-            with keeping_saved():
+            if saves_elsewhere() is None:
                 found = self._uses(run, is_sharded=is_sharded)
+            else:
+                with keeping_saved():
+                    found = self._uses(run, is_sharded=is_sharded)
             for y, uses in found:
                 self.log.add(op, y, uses, tuple(inputs), self.code.place, saved)
         saved.clear()

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class KnownTensors:
         """Returns the names of the parameters that these sources were computed from."""
         key = tuple(map(id, weights))
         if key not in self._names:
-            self._names[key] = tuple(sorted({name for number in key for name in self.sources[number].names}))
+            self._names[key] = tuple(sorted({*chain.from_iterable(map(_names, map(self.sources.__getitem__, key)))}))
         return self._names[key]
 
     def is_constant(self, tensor: Tensor) -> bool:
@@ -262,3 +263,6 @@ class KnownTensors:
             return False
         self.add_constant(parameter)
         return True
+
+
+_names = attrgetter("names")

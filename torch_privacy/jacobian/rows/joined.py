@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -57,21 +58,22 @@ class JoinedBlocks:
             parts.append(self._outer.squared_norms())
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
-    def last_weighted_sum(self, c: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name of each block's parameter with Jᵀ c in it; frees the factors of blocks summed once."""
-        frees = all([block.summed_once for block in self._of_outer])
+    def last_weighted_sum(self, c: Tensor) -> list[tuple[str, Tensor]]:
+        """Returns the name of each block's parameter with Jᵀ c in it; frees the factors of blocks summed once."""
+        found: list[tuple[str, Tensor]] = []
         if self._rows is not None:
-            sums = (c.to(self._rows) @ self._rows).split([block.weight.numel() for block in self._of_rows])
-            for block, part in zip(self._of_rows, sums, strict=True):
-                yield block.names[0], part.view(block.weight.shape)
+            total, end = c.to(self._rows) @ self._rows, 0
+            for block in self._of_rows:
+                start, end = end, end + block.weight.numel()
+                found.append((block.names[0], total[start:end].view(block.weight.shape)))
         if self._outer is not None:
-            first = self._of_outer[0]
-            op: Any = first.ops[0]
-            c, names = c.to(first.weight.device, op.b.dtype), [block.names[0] for block in self._of_outer]
-            for block in self._of_outer if frees else ():
+            blocks, frees = self._of_outer, all(map(_summed_once, self._of_outer))
+            op: Any = blocks[0].ops[0]
+            c = c.to(blocks[0].weight.device, op.b.dtype)
+            for block in blocks if frees else ():
                 block.ops = []
-            for number, total in self._outer.weighted_sums(c, frees=frees):
-                yield names[number], total
+            found += [(blocks[k].names[0], total) for k, total in self._outer.weighted_sums(c, frees=frees)]
+        return found
 
     def project_on(self, direction: Direction) -> Iterator[Tensor]:
         """Yields the products (n,) of the rows with one direction in each weight."""
@@ -81,3 +83,6 @@ class JoinedBlocks:
             yield self._rows @ torch.cat(v).to(self._rows.dtype)
         for block in self._of_outer:
             yield from block.project_on(direction)
+
+
+_summed_once = attrgetter("summed_once")

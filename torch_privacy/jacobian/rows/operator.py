@@ -151,14 +151,17 @@ class Jacobian:
     @exact
     def weighted_sum(self, c: Tensor) -> dict[str, Tensor]:
         """Returns Jᵀ c for weights c (n,): name -> a tensor of the parameter's shape."""
-        unused = self._parameters.keys() - self._used()
-        total = {name: torch.zeros_like(self._all[name], memory_format=torch.contiguous_format) for name in unused}
+        total: dict[str, Tensor] = {}
         joined = self._joined
-        others = [block for block in self._blocks if id(block) not in joined.ids]
-        sums = (part for block in others for part in block.last_weighted_sum(c, self._all, self._parameters).items())
-        for name, part in chain(joined.last_weighted_sum(c), sums):
+        for name, part in joined.last_weighted_sum(c):
             total[name] = total[name] + part if name in total else part
-        return {name: total[name] for name in self._parameters}
+        for block in self._blocks:
+            if id(block) not in joined.ids:
+                for name, part in block.last_weighted_sum(c, self._all, self._parameters).items():
+                    total[name] = total[name] + part if name in total else part
+        for name in self._parameters.keys() - total.keys():  # no op used these
+            total[name] = torch.zeros_like(self._all[name], memory_format=torch.contiguous_format)
+        return dict(zip(self._parameters, map(total.__getitem__, self._parameters), strict=True))
 
     # Further questions, for the self-check, rehearsals and small models
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -173,15 +174,20 @@ class BlockStream:
         self._precision = full_precision(work.reached.losses.device)
         sources = work.reached.sources
         self._open: dict[int, Block] = {}
-        self._awaited = Counter([id(use.weight) for call in work.reached.calls for use in call.uses])
-        names = [sources[key].names for key in self._awaited]  # parameters of each block to come
-        self._sharing = Counter([name for some in names for name in some])
+        self._awaited = awaited = Counter[int]()
+        for call in work.reached.calls:
+            for use in call.uses:
+                awaited[id(use.weight)] += 1
+        self._sharing, names = Counter[str](), []  # parameters of each block to come
+        for key in awaited:
+            names.append(sources[key].names)
+            self._sharing.update(sources[key].names)
         self.groups = GroupSums(work, names)
 
     def take(self, number: int, g: Tensor | None) -> None:
         work = self._work
         call = work.found.places[number]
-        output, uses = call.output, call.unpacked()
+        output, uses = call.output, call.unpacked() if call.part else call.uses
         with self._precision:  # not the backward itself, which is the user's
             if type(g) is Tensor and output.part is None and g.shape == output.shape:  # most of them
                 b = g
@@ -243,11 +249,16 @@ class GroupSums:
         self._work = work
         self.sums: dict[str, Tensor] = {}
         groups = work.request.groups
-        label_of = {name: label for label, names in groups.items() for name in names}
-        self._labels = {names: dict.fromkeys(map(label_of.__getitem__, names)) for names in blocks}  # of each block
-        self._blocks: dict[str, list[Block]] = {label: [] for label in groups}
-        self._held = Counter[str]()  # bytes of each group's blocks
-        self._awaited = Counter([label for names in blocks for label in self._labels[names]])
+        label_of: dict[str, str] = {}
+        self._blocks: dict[str, list[Block]] = {}
+        for label, names in groups.items():
+            label_of.update(dict.fromkeys(names, label))
+            self._blocks[label] = []
+        self._labels: dict[tuple[str, ...], dict[str, None]] = {}  # of each block
+        self._held, self._awaited = Counter[str](), Counter[str]()  # bytes and number of each group's blocks
+        for names in blocks:
+            self._labels[names] = labels = dict.fromkeys(map(label_of.__getitem__, names))
+            self._awaited.update(labels.keys())
         for label in groups:
             if not self._awaited[label]:
                 self._finish(label)
@@ -276,7 +287,7 @@ class GroupSums:
         if request.observe is not None:
             request.observe(jacobian, label)
         if request.clip is not None:
-            squares = jacobian.squared_norms(final=False) if any(block.dropped for block in blocks) else None
+            squares = jacobian.squared_norms(final=False) if any(map(_native, blocks)) else None
             self.sums |= request.clip(jacobian, label)
             work.native.conclude(squares)
         if work.budget is not None:
@@ -288,6 +299,9 @@ class GroupSums:
         for block, is_dropped in zip(blocks, dropped, strict=True):
             if is_dropped:
                 block.drop(self._work.native)
+
+
+_native = attrgetter("native")
 
 
 class DeferredSum:

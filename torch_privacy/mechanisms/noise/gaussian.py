@@ -81,10 +81,12 @@ class Noise:
                 that two tensors would share; nothing was added.
         """
         whole("Noise.add_to", at_most=MAX_STEP, step=step)
-        scales = {name: checked_stddev(stddev[name] if isinstance(stddev, Mapping) else stddev) for name in sums}
-        firsts = places_of("Noise.add_to", sums, places)
-        for generator, parts in self._by_generator((sums[name], firsts[name], scales[name]) for name in sums):
-            generator.add(step, parts)
+        firsts, parts = places_of("Noise.add_to", sums, places), list[Part]()
+        for name, total in sums.items():
+            scale = checked_stddev(stddev[name] if isinstance(stddev, Mapping) else stddev)
+            parts.append((total, firsts[name], scale))
+        for generator, its in self._by_generator(parts):
+            generator.add(step, its)
 
     def fill(self, step: int, tensors: Mapping[str, Tensor], places: Mapping[str, int] | None = None) -> None:
         """Overwrites the tensors with the step's standard normal numbers, rounded to their dtype.

@@ -56,12 +56,14 @@ class ProcessorNormals:
         self._free.append(memory)
 
     def _add(self, step: int, chunks: Sequence[Chunk], memory: _Memory) -> None:
-        units = [grid_unit(chunk.scale) for chunk in chunks]
-        scales = [chunk.scale / unit for chunk, unit in zip(chunks, units, strict=True)]
+        units, scales = [], []
+        for chunk in chunks:
+            units.append(unit := grid_unit(chunk.scale))
+            scales.append(chunk.scale / unit)
         for chunk, unit, noise in zip(chunks, units, self._draw(step, chunks, scales, memory), strict=True):
-            values = [_on_processor(piece) for piece in chunk.pieces]
+            values = [*map(_on_processor, chunk.pieces)]
             with np.errstate(over="ignore"):  # a number beyond the range of its type is infinite, as in torch
-                add_on_grid([value.numpy() for value in values], noise, unit, memory.counts[: chunk.size])
+                add_on_grid([*map(Tensor.numpy, values)], noise, unit, memory.counts[: chunk.size])
             for piece, value in zip(chunk.pieces, values, strict=True):
                 if value is not piece:
                     piece.copy_(value)
