@@ -16,7 +16,7 @@ from .keystream import Keystream
 from .ziggurat import in_rectangles, in_the_rest
 
 CHUNK = 130_048  # numbers computed at a time: fewer calls, and still in cache; a multiple of 1,024
-_TOGETHER = 4  # chunks that draw their numbers outside of the rectangles together
+_TOGETHER = 8  # chunks that draw their numbers outside of the rectangles together
 
 
 class _Memory:

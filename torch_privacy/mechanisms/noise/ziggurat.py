@@ -91,8 +91,9 @@ def in_rectangles(words: np.ndarray, scale: float, parts: np.ndarray, out: np.nd
     """
     np.bitwise_and(words, PARTS - 1, out=parts)
     np.take(_scaled_widths(scale), parts, out=out, mode="wrap")
+    rest = (out == 0).nonzero()[0]  # faster than to compare the integers
     np.multiply(words, out, out=out)
-    return (parts < tables().num_rest).nonzero()[0]
+    return rest
 
 
 def in_the_rest(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
