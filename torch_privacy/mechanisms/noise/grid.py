@@ -23,27 +23,21 @@ def grid_unit(stddev: float) -> float:
     return math.ldexp(0.5, math.frexp(stddev)[1] - _GRID_BITS)
 
 
-def add_on_grid(values: list[np.ndarray], noise: np.ndarray, unit: float, memory: np.ndarray) -> None:
-    """Replaces consecutive values v by ``u·(round(v/u) + round(noise))``, rounded to their dtype.
+def add_on_grid(values: np.ndarray, noise: np.ndarray, unit: float | np.ndarray) -> None:
+    """Replaces values v by ``u·(round(v/u) + round(noise))``.
 
     Products with powers of two, and sums of integers below 2^53, are exact.
 
     Args:
-        values: arrays (n1,), (n2,), ... in float32 or float64.
-        noise: (n,) float64 in units of the grid, for all arrays; is overwritten.
-        unit: the grid's unit u.
-        memory: (n,) float64.
+        values: (n,) float64.
+        noise: (n,) float64 in units of the grid; is overwritten.
+        unit: the grid's unit u, or that of each value.
     """
     np.rint(noise, out=noise)
-    np.concatenate(values, out=memory, casting="same_kind")
-    np.multiply(memory, 1 / unit, out=memory)
-    np.rint(memory, out=memory)
-    np.add(memory, noise, out=memory)
-    np.multiply(memory, unit, out=memory)
-    start = 0
-    for array in values:
-        array[:] = memory[start : start + len(array)]
-        start += len(array)
+    np.multiply(values, 1 / unit, out=values)
+    np.rint(values, out=values)
+    np.add(values, noise, out=values)
+    np.multiply(values, unit, out=values)
 
 
 def add_on_device(values: Tensor, noise: Tensor, unit: float) -> Tensor:

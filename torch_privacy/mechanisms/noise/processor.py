@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,17 +15,25 @@ from .grid import add_on_grid, grid_unit
 from .keystream import Keystream
 from .ziggurat import in_rectangles, in_the_rest
 
-CHUNK = 130_048  # numbers computed at a time: fewer calls, and still in cache; a multiple of 1,024
-_TOGETHER = 8  # chunks that draw their numbers outside of the rectangles together
+CHUNK = 32_768  # numbers computed at a time: their three arrays fit in the cache of one core
 
 
 class _Memory:
-    """Memory for the numbers of some chunks, reused for all: fresh pages cost as much as the arithmetic."""
+    """Memory for the numbers of a chunk, reused for all: fresh pages cost as much as the arithmetic."""
 
     def __init__(self) -> None:
         self.random = bytearray(8 * CHUNK + 32)
-        self.parts, self.counts = np.empty(CHUNK, np.int64), np.empty(CHUNK)
-        self.normal = np.empty(_TOGETHER * CHUNK)
+        self.normal, self.values = np.empty(CHUNK), np.empty(CHUNK)
+        self.parts = self.values.view(np.int64)  # needed before the values are
+
+
+@dataclass(slots=True)
+class _Left:
+    """Numbers of a chunk that are drawn last, because they are few and take many calls."""
+
+    chunk: Chunk
+    indices: np.ndarray  # in the chunk
+    values: np.ndarray | None  # of the tensors there, before; None if they are overwritten
 
 
 class ProcessorNormals:
@@ -39,57 +47,71 @@ class ProcessorNormals:
 
     def add(self, step: int, parts: Sequence[Part]) -> None:
         """Adds the numbers at the places of the parts, times their scales, on the grid."""
-        self._run(partial(self._add, step), chunks_of(parts, CHUNK))
+        left: list[_Left] = []
+        memory = self._memory()
+        with np.errstate(over="ignore"):  # a number beyond the range of its type is infinite, as in torch
+            for chunk in chunks_of(parts, CHUNK):
+                unit, values = grid_unit(chunk.scale), memory.values[: chunk.size]
+                noise, indices = self._draw(step, chunk, chunk.scale / unit, memory)
+                pieces = [*map(_on_processor, chunk.pieces)]
+                np.concatenate([*map(Tensor.numpy, pieces)], out=values, casting="same_kind")
+                if len(indices):
+                    left.append(_Left(chunk, indices, values[indices]))
+                add_on_grid(values, noise, unit)
+                start = 0
+                for piece, array in zip(chunk.pieces, pieces, strict=True):
+                    array.numpy()[:] = values[start : start + len(array)]
+                    start += len(array)
+                    if array is not piece:
+                        piece.copy_(array)
+            self._put_left(step, left)
+        self._free.append(memory)
 
     def fill(self, step: int, parts: Sequence[Part]) -> None:
         """Overwrites the parts with the numbers at their places."""
-        self._run(partial(self._fill, step), chunks_of(parts, CHUNK))
-
-    def _run(self, work: Callable[[Sequence[Chunk], _Memory], None], chunks: list[Chunk]) -> None:
-        """Does the work for all chunks, in one thread: a second one waits for Python's lock as long as it helps."""
-        try:
-            memory = self._free.pop()
-        except IndexError:
-            memory = _Memory()
-        for start in range(0, len(chunks), _TOGETHER):
-            work(chunks[start : start + _TOGETHER], memory)
+        left: list[_Left] = []
+        memory = self._memory()
+        for chunk in chunks_of(parts, CHUNK):
+            numbers, indices = self._draw(step, chunk, 1.0, memory)
+            copy(torch.from_numpy(numbers), chunk.pieces)
+            if len(indices):
+                left.append(_Left(chunk, indices, None))
+        self._put_left(step, left)
         self._free.append(memory)
 
-    def _add(self, step: int, chunks: Sequence[Chunk], memory: _Memory) -> None:
-        units, scales = [], []
-        for chunk in chunks:
-            units.append(unit := grid_unit(chunk.scale))
-            scales.append(chunk.scale / unit)
-        for chunk, unit, noise in zip(chunks, units, self._draw(step, chunks, scales, memory), strict=True):
-            values = [*map(_on_processor, chunk.pieces)]
-            with np.errstate(over="ignore"):  # a number beyond the range of its type is infinite, as in torch
-                add_on_grid([*map(Tensor.numpy, values)], noise, unit, memory.counts[: chunk.size])
-            for piece, value in zip(chunk.pieces, values, strict=True):
-                if value is not piece:
-                    piece.copy_(value)
+    def _memory(self) -> _Memory:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return _Memory()
 
-    def _fill(self, step: int, chunks: Sequence[Chunk], memory: _Memory) -> None:
-        for chunk, numbers in zip(chunks, self._draw(step, chunks, [1.0] * len(chunks), memory), strict=True):
-            copy(torch.from_numpy(numbers), chunk.pieces)
+    def _draw(self, step: int, chunk: Chunk, scale: float, memory: _Memory) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the numbers (n,) of a chunk, times a scale, and the indices of those that are 0 and drawn later."""
+        noise = memory.normal[: chunk.size]
+        words = self._keystream.words(step, chunk.first, chunk.size, memory.random)
+        return noise, in_rectangles(words, scale, memory.parts[: chunk.size], noise)
 
-    def _draw(
-        self, step: int, chunks: Sequence[Chunk], scales: Sequence[float], memory: _Memory
-    ) -> Iterator[np.ndarray]:
-        """Yields the numbers (n,) of each chunk, times its scale: float64, in this memory."""
-        drawn, rest, start = [], [], 0
-        for chunk, scale in zip(chunks, scales, strict=True):
-            out = memory.normal[start : start + chunk.size]
-            words = self._keystream.words(step, chunk.first, chunk.size, memory.random)
-            rest.append(in_rectangles(words, scale, memory.parts[: chunk.size], out))
-            drawn.append(out)
-            start += chunk.size
-        places = np.concatenate([chunk.first + indices for chunk, indices in zip(chunks, rest, strict=True)])
-        numbers, start = self._in_the_rest(step, places), 0
-        for out, indices, scale in zip(drawn, rest, scales, strict=True):
-            if len(indices):
-                out[indices] = numbers[start : start + len(indices)] * scale
-                start += len(indices)
-            yield out
+    def _put_left(self, step: int, left: Sequence[_Left]) -> None:
+        """Draws the numbers that are left, and writes them, or their sums with the values, into the tensors."""
+        if not left:
+            return
+        counts = [len(one.indices) for one in left]
+        numbers = self._in_the_rest(step, np.concatenate([one.chunk.first + one.indices for one in left]))
+        before = [one.values for one in left if one.values is not None]
+        if before:
+            units, scales = [grid_unit(one.chunk.scale) for one in left], [one.chunk.scale for one in left]
+            unit, scale = np.repeat(units, counts), np.repeat(scales, counts)
+            values = np.concatenate(before)
+            add_on_grid(values, numbers * (scale / unit), unit)
+            numbers = values
+        start = 0
+        for one in left:
+            start, end = start + len(one.indices), 0
+            found = numbers[start - len(one.indices) : start]
+            for piece in one.chunk.pieces:
+                begin, end = end, end + len(piece)
+                here = slice(None) if end - begin == one.chunk.size else (one.indices >= begin) & (one.indices < end)
+                _write(piece, one.indices[here] - begin, found[here])
 
     def _in_the_rest(self, step: int, places: np.ndarray) -> np.ndarray:
         """Returns the numbers at places that are in no rectangle: of each place's first attempt that is accepted."""
@@ -102,7 +124,18 @@ class ProcessorNormals:
         return numbers
 
 
+def _write(piece: Tensor, places: np.ndarray, numbers: np.ndarray) -> None:
+    """Writes float64 numbers to some places of a piece, rounded to its dtype (by way of float32, as torch does)."""
+    if piece.is_cpu and piece.dtype in _OF_NUMPY:
+        piece.numpy()[places] = numbers
+    elif len(places):
+        piece.index_copy_(0, torch.from_numpy(places).to(piece.device), torch.from_numpy(numbers).to(piece))
+
+
+_OF_NUMPY = (torch.float32, torch.float64)
+
+
 def _on_processor(piece: Tensor) -> Tensor:
     """Returns the numbers on the CPU in a type that numpy has; the tensor itself where it can be."""
     piece = piece.cpu()
-    return piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
+    return piece if piece.dtype in _OF_NUMPY else piece.float()
