@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_privacy.support.model_state import ModelTree, MutationGuard
+from torch_privacy.support.model_state import ModelState, ModelTree, MutationGuard
 from torch_privacy.support.versions import Versions
 from torch_privacy.training.weights import WeightMarks
 
@@ -53,6 +53,20 @@ def test_guard_and_versions_name_what_was_written_into():
     assert guard.changed() == (["0.bias"], ["1.running_mean"])
     assert not versions.are_current()
     assert [id(p) for p in versions.unchanged()] == [id(p) for p in m.parameters() if p is not m[0].bias]
+
+
+def test_state_removes_hooks_of_every_kind_that_were_registered_since():
+    m = model()
+    m[0].register_forward_hook(lambda *_: None)
+    kept, state = list(m[0]._forward_hooks), ModelState(m)
+    for module in m.modules():
+        module.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+        module.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True)
+        module.register_full_backward_pre_hook(lambda *_: None)
+        module.register_full_backward_hook(lambda *_: None)
+    state.restore()
+    registries = [value for module in m.modules() for name, value in vars(module).items() if "_hooks" in name]
+    assert [key for registry in registries for key in registry] == kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])

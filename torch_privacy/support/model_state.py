@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .contents import MISSING, Saved, copied, has_entries, length_if_long, local_of, plain_type, same, values_in
 from .held_state import Entry, Modules, place_of, state_entries
-from .script_modules import registries_of, scripted
+from .script_modules import registries_of, scripted, takes_hooks
 from .versions import Versions
 
 
@@ -107,7 +107,7 @@ class MutationGuard:
 
 
 class ModelState:
-    """Copies the buffers and attributes of a model, to restore them and to detect what a forward changed.
+    """Copies buffers and attributes of a model, to restore them and its hooks, and to detect what a forward changed.
 
     Args:
         model: the model, with all that its modules and the functions that it calls hold (`state_entries`).
@@ -118,13 +118,18 @@ class ModelState:
         self._modules, self._parameters = [*model.named_modules()], frozenset(parameters)
         self._entries = [(entry, Saved(entry[3], length_if_long)) for entry in self._current_entries()]
         self._places = {(place_of(holder), key) for (_, holder, key, _), _ in self._entries}
+        self._hooks = [(registry, frozenset(registry)) for registry in _hook_registries(self._modules)]
 
     def _current_entries(self, *, with_parameters: bool = True) -> Iterator[Entry]:
         frozen = _parameter_entries(self._modules, self._parameters if with_parameters else ())
         return chain(state_entries(self._modules), frozen)
 
     def restore(self, except_for: Collection[str] = ()) -> None:
-        """Restores everything except for these names: the same objects, with the same content."""
+        """Restores everything except for these names: the same objects, with the same content.
+
+        Hooks that were registered since are removed. A forward may register its hooks once, and note in an attribute
+        that it did: with the attribute alone put back, it would register them again.
+        """
         for name, holder, key, _ in list(self._current_entries()):
             if (place_of(holder), key) not in self._places and name not in except_for:
                 del holder[key]
@@ -134,6 +139,9 @@ class ModelState:
             if holder.get(key) is not value:
                 holder[key] = value
             saved.restore()
+        for registry, before in self._hooks:
+            for key in [key for key in registry if key not in before]:
+                del registry[key]
 
     def changes(self, *, with_parameters: bool = False) -> dict[str, Any]:
         """Returns dotted name -> present content of everything that has changed."""
@@ -186,6 +194,11 @@ class ParameterDigests:
         return changed
 
 
+def _hook_registries(modules: Modules) -> list[MutableMapping[int, Any]]:
+    """Returns where torch keeps the hooks of these modules, by number."""
+    return [vars(module)[name] for _, module in modules if takes_hooks(module) for name in _HOOKS]
+
+
 def _parameter_entries(modules: Modules, names: Collection[str]) -> Iterator[Entry]:
     """Yields the parameters with these names."""
     for prefix, module in modules if names else ():
@@ -195,6 +208,15 @@ def _parameter_entries(modules: Modules, names: Collection[str]) -> Iterator[Ent
                 yield name, module._parameters, key, value
 
 
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 _CHUNK = 2**18  # entries that one random projection covers
 _MAX_COPIED = 2**20  # entries that are copied, of all parameters together
 

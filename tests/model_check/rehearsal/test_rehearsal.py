@@ -459,6 +459,19 @@ def test_state_that_is_overwritten_before_it_is_read_may_be_kept(name):
     assert training.step_count == 6
 
 
+def registers_a_hook_once(m, x):
+    """Doubles the outputs of ``f`` by a hook of the first forward, as transformers has hooks for hidden states."""
+    if not m.has_hook:
+        m.f.register_forward_hook(lambda f, args, y: 2 * y)
+        m.has_hook = True
+
+
+def test_hooks_that_the_first_forward_registers_are_registered_once():
+    program = Program(Keeping(registers_a_hook_once, has_hook=False), points())
+    program.run(program.training())
+    assert len(program.model.f._forward_hooks) == 1
+
+
 class Stopwatch:
     def __init__(self):
         self.total, self.laps = 0.0, []
