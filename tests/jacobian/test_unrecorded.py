@@ -5,8 +5,9 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo  # where it is loaded, compiled code runs uncompiled while it is recorded
 import torch.nn.functional as F
-from oracle import assert_jacobian_equals_rows, one_backward_per_example
+from oracle import assert_jacobian_equals_rows, one_backward_per_example, recorded_jacobian
 from parts import Calls, Hidden, losses_of
 from torch import Tensor, nn
 
@@ -226,6 +227,43 @@ def test_weights_may_be_used_before_the_recording():
         losses = losses_of(model, x) + early
     rows = one_backward_per_example(model, x, lambda m, x: losses_of(m, x) + m.weight.square().sum())
     assert_jacobian_equals_rows(tape.jacobian(losses, verify=True), rows)
+
+
+def with_branches(branches):
+    """Returns a model in which data and hidden values go through a branch, and a branch of a branch."""
+    yes, no = torch.tensor(True), torch.tensor(False)
+
+    def forward(m, x):
+        nested = lambda h: branches(no, lambda h: h.cos(), lambda h: h * m.w, (h,))  # noqa: E731
+        return m.f(x) + branches(yes, lambda x: m.f(2 * x), m.f, (x,)) + branches(yes, nested, m.f[2], (m.f(x),))
+
+    return Calls(forward, f=mlp(), w=torch.randn(2))
+
+
+def taken(pred, true_fn, false_fn, operands):
+    return (true_fn if pred else false_fn)(*operands)
+
+
+def test_branches_of_cond_are_recorded():
+    """Run uncompiled, as here, torch.cond drops gradients of parameters or fails."""
+    model, x = with_branches(torch.cond), torch.randn(N, D)
+    plain = with_branches(taken)
+    plain.load_state_dict(model.state_dict())
+    rows = one_backward_per_example(plain, x, losses_of)
+    for _ in range(3):
+        with tp.record(model) as tape:
+            losses = losses_of(model, x)
+        assert_jacobian_equals_rows(tape.jacobian(losses, verify=True), rows)
+
+
+def test_functions_given_to_torch_may_use_parameters_as_arguments_alone():
+    over_rows, w, x = torch.ops.higher_order.map_impl, torch.randn(D), torch.randn(N, D)
+    given = Calls(lambda m, x: over_rows(lambda v, w: (v * w,), [x], [m.w])[0], w=w)
+    rows = one_backward_per_example(Calls(lambda m, x: x * m.w, w=w), x, losses_of)
+    assert_jacobian_equals_rows(recorded_jacobian(given, x, losses_of), rows)
+    captured = Calls(lambda m, x: over_rows(lambda v: (v * m.w,), [x], [])[0], w=w)
+    with pytest.raises(tp.Refused, match=r"'map_impl' uses parameter 'w' without an argument"):
+        recorded_jacobian(captured, x, losses_of)
 
 
 def test_scripted_code_that_mixes_examples_is_refused():

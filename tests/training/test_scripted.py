@@ -50,6 +50,21 @@ def train(model: nn.Module, forward=lambda model, x: model(x), **options):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+def test_branches_of_cond_are_trained_as_ordinary_ones():
+    """In rehearsals that compare losses alone, too, in which nothing is recorded."""
+    model, weights = network(), []
+    begin = {name: p.clone() for name, p in model.state_dict().items()}
+    on = torch.tensor(True)
+    for forward in (
+        lambda m, x: torch.cond(on, lambda h: m[2](h.relu()), m[2], (torch.cond(on, m[0], m[0], (x,)),)),
+        lambda m, x: m(x),
+    ):
+        model.load_state_dict(begin)
+        torch.manual_seed(1)
+        weights.append(train(model, forward))
+    torch.testing.assert_close(*weights)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_model_of_torch_script_is_trained_as_the_ordinary_one(kind):
     model = MODELS[kind]()

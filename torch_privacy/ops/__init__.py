@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable
 
-from . import attention, conv, einsum, elementwise, embedding, norm, recurrent, routed
+from . import attention, branches, conv, einsum, elementwise, embedding, norm, recurrent, routed
 from ._base import AnyLayout as AnyLayout
 from ._base import Layout as Layout
 from ._base import Method as Method
@@ -21,4 +21,4 @@ OPS: dict[Callable, Callable[..., Iterable[Use]]] = {
 }
 
 # Torch functions that are replaced by a composition of torch calls, so that the inner ops are recorded one by one.
-COMPOSED: dict[Callable, Callable] = {**recurrent.COMPOSED, **attention.COMPOSED}
+COMPOSED: dict[Callable, Callable] = {**recurrent.COMPOSED, **attention.COMPOSED, **branches.COMPOSED}

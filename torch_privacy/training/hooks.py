@@ -6,12 +6,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..jacobian.recording.called import TakenBranches
 from ..mechanisms.sums import Recording
 from ..model_check.rehearsal.turn import Turn
 from ..support.model_state import MutationGuard
@@ -30,6 +31,7 @@ class Pending:
     numbers: SeededRandomNumbers
     contexts: ExitStack
     notes: OpMode | None = None  # looks at the ops of the user's code, too
+    branches: OpMode = field(default_factory=TakenBranches)  # where nothing is recorded
     waits: bool = True
 
     def start(self) -> None:
@@ -38,6 +40,8 @@ class Pending:
             self.notes.__enter__()
         if self.tape is not None:
             self.tape.start(self.turn.batch)
+        else:
+            self.branches.__enter__()
 
     def stop(self) -> None:
         """Ends the recording in this thread; a second call does nothing."""
@@ -45,6 +49,7 @@ class Pending:
             self.notes.stop()
         if self.tape is not None:
             self.tape.stop()
+        self.branches.stop()
 
     def close(self) -> None:
         """Restores what was set while the user's code ran; a second call does nothing."""

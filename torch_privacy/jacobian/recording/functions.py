@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 
 
 def _getter(attribute: str) -> Callable:
@@ -110,6 +111,7 @@ class Traits:
     like_first: bool  # uses only type and device of its first
     in_place: bool
     leaves_torch: bool  # gives the data to numpy or Python
+    calls_functions: bool  # calls functions among its arguments, as torch.cond does
     reorders: bool | None  # may reorder examples as the data say; None if that depends on the arguments
 
 
@@ -123,6 +125,7 @@ def traits(func: Callable) -> Traits:
         like_first=func in NEW,
         in_place=changes_in_place(func),
         leaves_torch=func in LEAVING,
+        calls_functions=isinstance(func, HigherOrderOperator),
         reorders=None if depends else getattr(func, "__name__", "").rstrip("_") in _REORDERING,
     )
 

@@ -23,6 +23,7 @@ from ...ops import COMPOSED, OPS, Use
 from ...ops.elementwise import OVERWRITING
 from ...support.torch_modes import OpMode, is_transformed, saves_elsewhere, tensors_in
 from ..parallel.shards import may_be_parallel
+from .called import watched
 from .calls import (
     SCAN,
     Call,
@@ -204,6 +205,10 @@ class Recorder(OpMode):
             if traits_.reorders is not False:
                 self.program.note_unseen()
             return func(*args, **kwargs)
+        if traits_.calls_functions and torch.is_grad_enabled():
+            if func in COMPOSED:
+                return self._run_op(func, args, kwargs, [], [])
+            args = watched(func, args, self.tensors)
         known, program = self.tensors, self.program
         weights, data, plain = known.classify(tensors)
         if plain:
