@@ -350,6 +350,16 @@ def test_parameters_of_any_precision_train(dtype):
     assert all(p.dtype == dtype and p.isfinite().all() for p in model.parameters())
 
 
+def test_parameters_without_entries_change_nothing():
+    """As those in the tail of nn.AdaptiveLogSoftmaxWithLoss for few features."""
+    model, plain = network(), training_of()
+    model.empty = nn.Parameter(torch.zeros(0, 2))
+    training = training_of(model)
+    train(training, losses=lambda m, x, y: cross_entropy(m, x, y) + m.empty.sum())
+    train(plain)
+    assert torch.equal(parameters_of(training), parameters_of(plain))
+
+
 def test_layers_may_be_frozen_and_unfrozen_during_training(monkeypatch):
     """Layouts are learned for the trained layers: positions come first in the second layer, examples in the others."""
     monkeypatch.setattr(Noise, "add_to", lambda *arguments: None)

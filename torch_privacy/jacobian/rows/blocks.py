@@ -306,7 +306,7 @@ class Block:
 def outer_product(direction: OuterProduct, gradient: Tensor) -> Tensor:
     """Returns the product of a gradient with a direction."""
     left, right = direction
-    flat = in_sum_dtype(gradient).reshape(len(left), -1)
+    flat = in_sum_dtype(gradient).reshape(len(left), right.numel())
     return left.to(flat.dtype) @ (flat @ right.flatten().to(flat.dtype))
 
 
