@@ -2,6 +2,7 @@
 """The tape refuses by name: it assumes nothing and drops nothing."""
 
 import cases_conv
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,11 @@ REFUSED = {  # name -> (model, input, part of the message)
         Calls(lambda m, x: m.f(x) - m.f(x).mean(0), f=nn.Linear(3, 4)),
         torch.randn(5, 3),
         r"cannot be separated",
+    ),
+    "points of all examples": lambda: (
+        Calls(lambda m, x: m.f(x) + m.f(torch.from_numpy(np.ones((7, 3)))).square().mean(), f=nn.Linear(3, 4)),
+        torch.randn(5, 3),
+        r"cannot be separated.* the same for all examples.* \(5 examples do not fit .* in a buffer of the model",
     ),
     "parameter never reached": lambda: (
         Calls(lambda m, x: m.f(x), f=nn.Linear(3, 4), unused=torch.randn(2)),

@@ -174,11 +174,15 @@ def _coupled(call: Call, names_of: NamesOf, n: int) -> str:
             f"tape: {_where(call, names_of)} no dimension can hold examples. If the layer is called for one example "
             "at a time, give it a batch of one, as in layer(x[None])[0]; better, call it once for all examples."
         )
+    shared = (
+        f" If the input there is the same for all examples, such as fixed points or public data ({n} examples do not "
+        "fit into this output), keep it in a buffer of the model."
+    )
     return (
         f"tape: {_where(call, names_of)} the {n} {NOT_SEPARATED}: either one example's loss "
         "depends on another example (batch normalization, in-batch negatives, a loss averaged over the batch), or the "
         "examples are in no regular order. Make each loss depend on its own example only, e.g. with GroupNorm in place "
-        "of BatchNorm."
+        f"of BatchNorm.{shared if all(call.shape[dim] % n for dim in example_dims(call)) else ''}"
     )
 
 
