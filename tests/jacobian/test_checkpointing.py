@@ -3,13 +3,14 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from oracle import assert_jacobian_equals_rows, flat, one_backward_per_example
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 import torch_privacy as tp
 from torch_privacy.jacobian.layouts.known import Layouts
@@ -208,6 +209,16 @@ def test_a_part_that_draws_other_numbers_in_the_second_backward_is_refused():
     torch.manual_seed(1)
     with pytest.raises(tp.Refused, match="drew random numbers when it ran again in the backward"):
         sums_of(dropout_model(preserve=False), 1e-9)
+
+
+def test_selective_checkpointing_is_refused():
+    """It keeps what it saved for one backward; layouts of examples, and often the sum, take another one."""
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    layer, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 4)
+    with tp.record(layer) as tape:
+        losses = again(layer, x, context_fn=kept).square().sum(1)
+    with pytest.raises(tp.Refused, match="Leave context_fn out of checkpoint"):
+        tape.jacobian(losses)
 
 
 def test_an_input_changed_in_place_in_a_checkpointed_part_is_refused():

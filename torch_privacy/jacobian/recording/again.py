@@ -56,13 +56,21 @@ class MadeAgain:
         """Runs backwards in the ``with`` block, in which parts of the forward may run again.
 
         Raises:
-            Refused: they drew from torch's random numbers, or an input had other entries than in the forward.
+            Refused: they drew from torch's random numbers, an input had other entries than in the forward, or they can
+                run again only once.
         """
         before, outer = _random_states(device), self.differences
         self.differences = found = []
         try:
             with _SameOps(self) if self._inside else nullcontext():
                 yield
+        except RuntimeError as error:
+            if "selective activation checkpoint" not in str(error):
+                raise
+            raise Refused(
+                "tape: selective activation checkpointing allows one backward, but rows take several. Leave context_fn "
+                "out of checkpoint."
+            ) from None
         finally:
             self.differences = outer
         drew = any(not torch.equal(a, b) for a, b in zip(before, _random_states(device), strict=True))
