@@ -48,6 +48,8 @@ def test_rows_and_page_are_made_and_more_rows_are_drawn(folder, capsys):
     assert shown["rows"] == len(pd.read_csv("fake.csv")) == 50
     assert 2.9 < shown["epsilon"] <= 3
     page = (folder / "r/synthesis.html").read_text()
+    assert run(["synthesize", "r", "--rows", "0", "--out", "none.csv"]) == 0
+    assert (folder / "none.csv").read_text() == "age,income\n"
     for words in (
         "for the owner of the data, not for release",
         "trained on synthetic rows",
@@ -68,10 +70,17 @@ def test_rows_and_page_are_made_and_more_rows_are_drawn(folder, capsys):
         ("few.csv --epsilon 1", "few.csv has 150 rows"),
         ("people.csv", "name the total privacy loss with --epsilon"),
         ("people.csv --epsilon 1 --target incom", "--target 'incom' is no column of"),
-        ("none.csv --epsilon 1", "none.csv: no such file"),
+        ("none.csv --epsilon 1", "none.csv: no such file or folder"),
         ("people.csv --epsilon 1 --out x.csv", "say how many with --rows"),
         ("--resume here", "is not a run folder"),
         ("people.csv --epsilon 1 --generator gan", "must be one of 'aim', 'mst', 'network'"),
+        ("people.csv --epsilon 1 --rows -5", "--rows -5 must be an integer of at least 0"),
+        ("people.csv --epsilon 1 --rows 5 --seed -1", "--seed -1 must be an integer of at least 0"),
+        ("people.csv --epsilon 1 --rows 5 --out none/x.csv", "--out none/x.csv lies in a folder that does not exist"),
+        ("people.csv --epsilon 1 --rows 5 --out .", "--out . is a folder"),
+        ("people.csv --epsilon 1 --audit 0", "--audit 0 must be an integer of at least 1"),
+        ("people.csv --epsilon 1 --audit 5 --no-page", "leave --no-page out"),
+        ("runs/none --rows 5", "runs/none: no such file or folder"),
     ],
 )
 def test_mistakes_are_refused_in_a_sentence(arguments, message, folder, capsys):

@@ -230,6 +230,7 @@ def test_a_run_that_was_stopped_goes_on_and_nothing_is_paid_twice(generator, tmp
     loaded = tables.Synthesizer.load(tmp_path / "run")
     pd.testing.assert_frame_equal(loaded.draw(300, 1), found.draw(300, 1))
     assert not loaded.draw(300).equals(loaded.draw(300))
+    assert list(loaded.draw(0)) == list(found.draw(3))
 
 
 def test_a_release_that_was_lost_after_the_ledger_is_made_again_with_the_same_noise(tmp_path, monkeypatch):

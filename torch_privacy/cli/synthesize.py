@@ -72,6 +72,7 @@ def synthesize(
     from torch_privacy.experiments import synthetic_table
     from torch_privacy.runs.folder import RunFolder
 
+    _check_drawing(rows, out, seed, audit, page, run)  # before a generator is paid for
     if out is not None and rows is None:
         raise ValueError("synthesize: --out is the file for rows; say how many with --rows.")
     if resume is not None:
@@ -118,6 +119,30 @@ def synthesize(
         print_result({"run": str(folder), "epsilon": epsilon}, more, output.as_json)
     else:
         _draw(folder, rows, out, seed, output, more, {"epsilon": epsilon})
+
+
+def _check_drawing(
+    rows: int | None, out: Path | None, seed: int | None, audit: int | None, page: bool, run: Path | None
+) -> None:
+    """Refuses numbers of rows or canaries that cannot be drawn, and a file for rows that cannot be written."""
+    from torch_privacy.experiments.table_file import needing_extra
+    from torch_privacy.support import validate as _check
+
+    with needing_extra():
+        from torch_privacy.tables.synthesis.synthesizer import MOST_ROWS
+    if rows is not None:
+        _check.whole("synthesize", at_most=MOST_ROWS, rows=rows)
+    if seed is not None:
+        _check.whole("synthesize", seed=seed)
+    if audit is not None:
+        _check.whole("synthesize", at_least=1, at_most=MOST_ROWS, audit=audit)
+        if not page:
+            raise ValueError("synthesize: --audit is shown on the page; leave --no-page out.")
+    if out is None or (run is not None and out.absolute().parent == run.absolute()):  # a folder that is yet to be made
+        return
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        what = "is a folder" if out.is_dir() else "lies in a folder that does not exist"
+        raise ValueError(f"synthesize: --out {out} {what}. Name another file.")
 
 
 def _draw(

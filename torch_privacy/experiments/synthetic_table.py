@@ -84,10 +84,12 @@ class Job:
 
 def begin(folder: Path, file: Path, chosen: Mapping[str, Any]) -> Job:
     """Returns the job of a new run; refuses settings and tables that cannot be synthesized."""
+    if not file.exists():
+        raise ValueError(
+            f"{WHERE}: {file}: no such file or folder. Name a CSV or Parquet file, or the folder of a finished run."
+        )
     if "epsilon" not in chosen:
         raise ValueError(f"{WHERE}: name the total privacy loss with --epsilon, such as 2.")
-    if not file.exists():
-        raise ValueError(f"{WHERE}: {file}: no such file. Name a CSV or Parquet file.")
     return _job(folder, SyntheticTableSettings(file=str(file.absolute()), **chosen))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,9 +83,9 @@ def _choices(chances: NDArray[np.float64], rows: NDArray[np.int64], rng: np.rand
     """Returns for each of ``rows`` a place in that row of ``chances``, drawn with these weights."""
     found = np.zeros(len(rows), np.int64)
     order = np.argsort(rows, kind="stable")
-    starts = np.flatnonzero(np.r_[True, np.diff(rows[order]) != 0]) if len(rows) else []
+    bounds = [*np.flatnonzero(np.diff(rows[order], prepend=-1)), len(rows)]  # of equal rows, after sorting
     uniform = rng.random(len(rows))
-    for start, end in zip(starts, [*starts[1:], len(rows)], strict=True):
+    for start, end in pairwise(bounds):
         members = order[start:end]
         sums = np.cumsum(chances[rows[members[0]]])
         found[members] = np.minimum(np.searchsorted(sums, uniform[members] * sums[-1], side="right"), len(sums) - 1)
