@@ -102,3 +102,10 @@ def test_the_statement_says_that_the_shape_of_the_file_was_read_unless_a_schema_
     assert run(["synthesize", "people.csv", *made]) == 0
     not_covered = json.loads((folder / "r/privacy.json").read_text())["not_covered"]
     assert (SHAPE in not_covered) == (not says)
+
+
+def test_the_epsilon_that_is_printed_is_never_rounded_down(folder, capsys):
+    epsilon = "1.23449"  # 1.234 to four digits
+    made = ["--epsilon", epsilon, "--generator", "mst", "--schema", "schema.toml", "--no-page", "--run", "r"]
+    assert run(["synthesize", "people.csv", *made, "--rows", "5", "--out", "r/fake.csv"]) == 0
+    assert "at most 1.235, for any number of rows" in capsys.readouterr().out

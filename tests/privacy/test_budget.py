@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 
@@ -67,6 +68,19 @@ def test_run_that_does_not_fit_is_refused_and_changes_nothing(budget):
     with pytest.raises(Refused, match=r"Nothing was read or released. Add noise"):
         budget.check([(Gaussian(1.8), 1)])
     assert budget.path.read_bytes() == before
+
+
+def test_epsilons_of_a_refusal_are_never_below_the_truth(tmp_path):
+    for noise in (3.0, 4.0, 5.0, 6.0, 7.0):
+        budget = privacy.Budget.open(tmp_path / f"{noise}.budget", epsilon=3, delta=1e-6)
+        budget.reserve([(Gaussian(noise), 1)], "first")
+        drawn, further = budget.spent().high, budget.spent([(Gaussian(1.0), 1)]).high
+        with pytest.raises(Refused) as refusal:
+            budget.reserve([(Gaussian(1.0), 1)], "second")
+        said = re.search(r"\): ([\d.]+) is drawn, and with this run it would be ([\d.]+)\. ", str(refusal.value))
+        assert said is not None
+        assert drawn <= float(said[1]) < drawn + 1.1e-3
+        assert further <= float(said[2]) < further + 1.1e-3
 
 
 @pytest.mark.parametrize("begun", [False, True])
