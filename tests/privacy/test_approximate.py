@@ -518,6 +518,12 @@ def test_clt_adds_up_divergences_and_is_exact_without_sampling():
     assert privacy.clt(full).true_delta(1.0) == privacy.compose(full).delta(1.0)
 
 
+def test_clt_of_many_steps_with_hardly_any_noise_has_an_infinite_epsilon():
+    limit = privacy.clt([(privacy.SubsampledGaussian(0.01, 0.5), 100_000)])
+    assert limit.epsilon(1e-5) == np.inf
+    assert limit.delta(3.0) == 1.0
+
+
 def test_clt_of_nothing_is_refused():
     with pytest.raises(ValueError, match="clt: there is no release"):
         privacy.clt([])

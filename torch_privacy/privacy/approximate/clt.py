@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides the approximation of many releases by the central limit theorem: no bound on either side."""
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import expm1, log1p, sqrt
@@ -43,7 +44,8 @@ class CLT:
     @property
     def mu(self) -> float:
         """The parameter of the approximating `tradeoff.Gaussian`."""
-        return sqrt(sum(count * _divergence(event) for event, count in charged(self.releases)))
+        squared = sum(count * _divergence(event) for event, count in charged(self.releases))
+        return sqrt(min(squared, sys.float_info.max))  # as many steps with hardly any noise exceed it
 
     def delta(self, epsilon: float) -> float:
         """Returns the approximate δ at any real ε."""
