@@ -15,11 +15,12 @@ import torch
 from torch_privacy import tables
 from torch_privacy.cli import run
 from torch_privacy.experiments import auditing, load_trainable
-from torch_privacy.experiments.predictions import Predictions
+from torch_privacy.experiments.predictions import Predictions, Predictor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be learnt at this epsilon")  # rare classes
 
 N = 600
+DATE = '"date"\nbounds = [2020-01-01, 2024-12-31]'
 SCHEMAS = {
     "income": """
 target = "income"
@@ -149,6 +150,27 @@ def test_unknown_categories_are_other_and_missing_cells_are_predicted_too(runs, 
     assert rows["a"] == rows["b"]
     assert rows["a"] != rows["known"]
     assert len(rows["none"]) == 2
+
+
+def test_cells_that_the_model_cannot_use_are_counted_and_a_decimal_comma_is_noticed(runs, tmp_path, capsys):
+    """A table with another decimal mark was predicted as if all its numbers were missing, without a word."""
+    (tmp_path / "new.csv").write_text("age;job\n40,5;nurse\n50,5;poet\nold;\n")
+    _, said = predicted(capsys, runs["income"], tmp_path / "new.csv")
+    assert "cells that it cannot read: 3 of 'age'; these are no number or date, and are imputed." in said
+    assert "categories that the model does not know: 1 of 'job'; these count as other." in said
+    assert "have a decimal comma" not in said  # of one cell in three this is not so
+    (tmp_path / "new.csv").write_text("age;job\n40,5;nurse\n50,5;poet\n")
+    assert "most numbers have a decimal comma" in predicted(capsys, runs["income"], tmp_path / "new.csv")[1]
+
+
+def test_dates_in_another_order_than_the_model_reads_are_noticed(tmp_path, capsys):
+    schema = tables.Schema.from_toml(SCHEMAS["rent"].replace('"number"\nbounds = [18, 90]', DATE))
+    predictor = Predictor(schema, tables.new_model(schema, (4,)).float().eval())
+    (tmp_path / "new.csv").write_text("age,job\n25/12/2023,nurse\n03/04/2023,baker\n")
+    (said,) = predictor.predict_file(tmp_path / "new.csv").notes[:1]
+    assert "dates have days before months, and the model reads 'age' the other way" in said
+    (tmp_path / "new.csv").write_text("age,job\n2023-12-25,nurse\n04/03/2023,baker\n")
+    assert predictor.predict_file(tmp_path / "new.csv").notes == ()
 
 
 def test_no_cell_of_the_predictions_is_a_formula_and_numbers_stay():

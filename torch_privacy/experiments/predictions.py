@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,7 +95,7 @@ class Predictor:
         return self.schema.target
 
     def predict_file(self, path: Path, keep: Sequence[str] = ()) -> Predictions:
-        """Returns the predictions for a CSV or Parquet file, with notes on columns that were not used.
+        """Returns the predictions for a CSV or Parquet file, with notes on columns and cells that were not used.
 
         The columns to ``keep`` come first, as they are in the file.
         """
@@ -106,7 +106,9 @@ class Predictor:
         notes = list(frame.attrs.get("notes", ()))
         if extra:
             notes.append(f"{path}: columns that the model does not know are ignored: {_quoted(extra)}.")
-        found = self.predict(frame)
+        encoded = tables.Encoder(self.schema).encode(frame, with_target=False)
+        notes += [f"{path}: {doubt}" for doubt in self._doubts(frame, encoded)]
+        found = self._predicted(encoded)
         for place, name in enumerate(dict.fromkeys(keep)):
             if name not in frame:
                 names = _quoted([str(one) for one in frame.columns])
@@ -118,12 +120,36 @@ class Predictor:
 
     def predict(self, frame: DataFrame) -> DataFrame:
         """Returns a column ``prediction`` and, for classes, the probability of each."""
-        encoder = tables.Encoder(self.schema)
-        encoded = encoder.encode(frame, with_target=False)
+        return self._predicted(tables.Encoder(self.schema).encode(frame, with_target=False))
+
+    def _predicted(self, encoded: tables.Encoded) -> DataFrame:
         with torch.no_grad():
             parts = zip(encoded.numbers.split(ROWS_AT_ONCE), encoded.categories.split(ROWS_AT_ONCE), strict=True)
             outputs = torch.cat([self.model(part) for part in parts])
-        return encoder.predictions(outputs, self.threshold)
+        return tables.Encoder(self.schema).predictions(outputs, self.threshold)
+
+    def _doubts(self, frame: DataFrame, encoded: tables.Encoded) -> Iterator[str]:
+        """Yields sentences on cells that the model cannot use, or may read as another number or date than is meant."""
+        features = {column.name: column for column in self.schema.features}
+        shape = tables.shape_of(frame[list(features)], self.schema.missing)
+        if shape.decimal == "," and self.schema.decimal == ".":
+            yield "most numbers have a decimal comma, and the model reads a decimal point. Write 1.5, not 1,5."
+        dates = [column.name for column in features.values() if column.kind == "date"]
+        swapped = [name for name in dates if shape.day_first is (not features[name].day_first)]
+        if swapped:
+            order = "days before months" if shape.day_first else "months before days"
+            yield f"dates have {order}, and the model reads {_quoted(swapped)} the other way. Write 2024-03-01."
+        strange = {name: count for name, count in encoded.num_not_understood.items() if count}
+        for is_category, what in ((False, "are no number or date, and are imputed"), (True, "count as other")):
+            listed = [
+                f"{count:,} of {name!r}"
+                for name, count in strange.items()
+                if (features[name].kind == "category") == is_category
+            ]
+            if listed:
+                rest = f" and of {len(listed) - MOST_NAMES} more columns" if len(listed) > MOST_NAMES else ""
+                where = "categories that the model does not know: " if is_category else "cells that it cannot read: "
+                yield f"{where}{', '.join(listed[:MOST_NAMES])}{rest}; these {what}."
 
 
 def _inert(text: Any) -> Any:
