@@ -204,13 +204,15 @@ def test_a_plan_reads_no_column_and_writes_nothing(file, tmp_path, monkeypatch, 
 
 def test_declared_categories_are_listed_with_their_sources_and_rare_ones_pointed_out(file, tmp_path):
     schema = tmp_path / "schema.toml"
-    known = SCHEMA.replace('["nurse", "baker"]', f'["nurse", "baker", "{RARE}"]\nsource = "list of jobs"')
+    known = SCHEMA.replace('["nurse", "baker"]', f'["nurse", "baker", "{RARE}", "Nurse"]\nsource = "list of jobs"')
     schema.write_text(known.replace("[18, 90]", '[18, 90]\nscale = "bounds"').replace("classification", "learn"))
     settings = complete(file, {"target": "income", "target_epsilon": 4.0, "schema": str(schema), "hidden_units": 0})
     task = own_table.build_task(own_table.STUDY.settings(**settings))
     assert not task.private(None)["prior_releases"]
     assert {one["column"]: one["source"] for one in task.declared} == {"age": "", "job": "list of jobs", "income": ""}
     assert [RARE in text for text in task.exact if "few rows" in text] == [True]
+    (none,) = [text for text in task.exact if "no training row" in text]
+    assert "'job': no training row has the declared category 'Nurse'. If it is misspelt, correct the schema." in none
     assert not any(RARE in text for text in task.notes)
     model = task.new_model()
     with torch.no_grad():
@@ -220,7 +222,7 @@ def test_declared_categories_are_listed_with_their_sources_and_rare_ones_pointed
     listed = {(one["column"], one["value"]): one["coefficient"] for one in more["coefficients"]}
     inputs = task.test[0][0][None]
     logits = model(inputs)[0]
-    job = ("(missing)", "(other)", "nurse", "baker", RARE)[int(inputs[0, 2])]
+    job = ("(missing)", "(other)", "nurse", "baker", RARE, "Nurse")[int(inputs[0, 2])]
     by_hand = listed["(intercept)", ""] + listed["job", job] + inputs[0, 0] * listed["age", "half of its scale"]
     assert by_hand.item() == pytest.approx((logits[1] - logits[0]).item())
 

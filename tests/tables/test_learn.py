@@ -3,6 +3,7 @@
 
 import inspect
 import math
+import re
 
 import numpy as np
 import opendp.domains
@@ -141,6 +142,16 @@ def test_complete_schema_costs_counts_alone():
     for sort, expected in (("missing", 500), ("used", 1000), ("not understood", 500)):
         assert abs(found.counts["x"][sort] - expected) < error
         assert abs(found.counts["y"][sort] - expected) < error
+
+
+def test_cells_of_no_declared_category_are_said_to_be_other():
+    """Of misspelt categories nothing was said if another column was learnt."""
+    columns = Column("x", "category", categories=("A",)), Column("y", "category", categories=("a", "b"))
+    frame = pd.DataFrame({"x": ["a", "a", "A", ""] * 500, "y": ["a", "b", "c", ""] * 500})
+    notes = "\n".join(learn(frame, Schema(columns, "y", "classification"), **MUCH).notes)
+    assert re.search(r"'x': about \d+ cells are of no declared category and count as \"other\"\.", notes)
+    assert re.search(r"'x': about \d+ cells are missing and are imputed\.", notes)
+    assert re.search(r"'y': about \d+ cells are of no declared category and have the loss 0\.", notes)
 
 
 @pytest.mark.thorough

@@ -137,7 +137,14 @@ def rare(schema: tables.Schema, frame: Any, listed: Sequence[Mapping[str, str]])
         counts = dict(
             zip(cells.values, np.bincount(cells.codes[cells.codes >= 0], minlength=len(cells.values)), strict=True)
         )
-        few = {one: int(counts.get(one, 0)) for one in column.categories or () if 0 < counts.get(one, 0) < FEW_ROWS}
+        few = {one: int(counts.get(one, 0)) for one in column.categories or () if counts.get(one, 0) < FEW_ROWS}
+        if none := [one for one, count in few.items() if not count]:
+            few = {one: count for one, count in few.items() if count}
+            found.append(
+                f"{column.name!r}: no training row has the declared category "
+                f"{_check.quoted(none, at_most=MOST_CLASSES)}. If it is misspelt, correct the schema. This is "
+                "an exact count: keep it to yourself."
+            )
         if few:
             shown = ", ".join(f"{one!r} ({count})" for one, count in list(few.items())[:MOST_CLASSES])
             found.append(

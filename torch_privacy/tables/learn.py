@@ -385,10 +385,17 @@ class _Learning:
             column = self._columns[name]
             if column.kind == "ignored":
                 continue
-            rule = "have the loss 0" if name == self._open.target else "are imputed"
-            for sort, words in (("missing", "missing"), ("not understood", f"no {column.kind}")):
-                if of[sort] > error and not (sort == "not understood" and column.kind == "category"):
-                    self._notes.append(f"{name!r}: about {of[sort]} cells are {words} and {rule}.")
+            is_target = name == self._open.target
+            if of["missing"] > error:
+                rule = "have the loss 0" if is_target else "are imputed"
+                self._notes.append(f"{name!r}: about {of['missing']} cells are missing and {rule}.")
+            if of["not understood"] > error:
+                if column.kind == "category":  # of a column that is declared: one that is learnt has none
+                    what, rule = "of no declared category", 'count as "other"'
+                else:
+                    what, rule = f"no {column.kind}", "are imputed"
+                rule = "have the loss 0" if is_target else rule
+                self._notes.append(f"{name!r}: about {of['not understood']} cells are {what} and {rule}.")
 
     def _refuse(self, what: str, *lines: str) -> None:
         place = f"[columns.{toml_key(self._open.target)}]"
