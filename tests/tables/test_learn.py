@@ -455,6 +455,8 @@ RANGES = {  # name -> values, the largest part of the width that may be lost or 
     "coins": (lambda rng, n: rng.integers(0, 2, n), 0.1),
     "negative": (lambda rng, n: -rng.uniform(1e-3, 2e-3, n), 0.2),
     "large": (lambda rng, n: rng.uniform(-1e9, 3e9, n), 0.2),
+    "nanoseconds": (lambda rng, n: rng.uniform(1.6e18, 1.7e18, n), 0.4),
+    "larger": (lambda rng, n: -rng.uniform(2e14, 5e15, n), 0.2),
 }
 
 
