@@ -89,6 +89,13 @@ def test_a_regression_no_better_than_the_mean_is_called_so():
     assert not scores_of_numbers(y + 0.5, y)["warnings"]
 
 
+def test_targets_that_are_all_equal_are_said_to_show_nothing():
+    """Bounds that lie beside the targets clip all of them to one end."""
+    found = scores_of_numbers(np.array([1.0, 2.0, 2.0]), np.full(3, 2.0))
+    assert "R²" not in {one["name"] for one in found["measures"]}
+    assert found["warnings"][0].startswith("All 3 test rows have the same target, 2, so that scores say nothing.")
+
+
 @pytest.mark.parametrize(
     ("text", "classes", "said"),
     [

@@ -129,7 +129,12 @@ def scores_of_numbers(predicted: Array, targets: Array, *, owners: Array | None 
         ),
     ]
     warnings = []
-    if variance > 0:
+    if not variance > 0:
+        warnings.append(
+            f"All {n:,} test rows have the same target, {y[0]:.4g}, so that scores say nothing. The bounds of the "
+            "target clip what lies beyond: see schema.toml."
+        )
+    else:
         ratio = mean_square / variance
         squared = Measured("R²", 1 - ratio, _error((errors**2 - ratio * (y - y.mean()) ** 2) / variance, owners), 0.0)
         measures.insert(0, squared)
