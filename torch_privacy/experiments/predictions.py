@@ -131,7 +131,7 @@ class Predictor:
     def _doubts(self, frame: DataFrame, encoded: tables.Encoded) -> Iterator[str]:
         """Yields sentences on cells that the model cannot use, or may read as another number or date than is meant."""
         features = {column.name: column for column in self.schema.features}
-        shape = tables.shape_of(frame[list(features)], self.schema.missing)
+        shape = tables.shape_of(frame.loc[:, list(features)], self.schema.missing)
         if shape.decimal == "," and self.schema.decimal == ".":
             yield "most numbers have a decimal comma, and the model reads a decimal point. Write 1.5, not 1,5."
         dates = [column.name for column in features.values() if column.kind == "date"]
