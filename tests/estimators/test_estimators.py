@@ -229,9 +229,21 @@ class TestClasses:
         np.testing.assert_array_equal(one.predict_proba(x), other.predict_proba(x))
 
     def test_too_few_examples_say_what_to_do(self):
-        x, y = data(20)
-        with pytest.raises(ValueError, match=r"0 classes found.*classes=\[\.\.\.\]"):
-            classifier(classes=None).fit(x, y)
+        x, _ = data(80)
+        few = np.arange(80) % 4  # 20 examples of each
+        with pytest.raises(ValueError, match=r"0 classes found.*has cost epsilon 0\.\d+ .*classes=\[\.\.\.\]"):
+            classifier(classes=None).fit(x, few)
+
+    def test_they_are_not_looked_for_where_not_even_two_equal_ones_would_be_found(self, monkeypatch):
+        def never(*_):
+            raise AssertionError("released")
+
+        monkeypatch.setattr("torch_privacy.sklearn.classifier.find_classes", never)
+        x, y = data(20, seed=99)
+        with pytest.raises(tp.Refused, match=r"about 39 examples .* 20 in all. Nothing was released.*classes=\[\.\."):
+            PrivateClassifier(epsilon=2.0).fit(x, y)
+        monkeypatch.undo()
+        PrivateClassifier(epsilon=2.0, classes=[0, 1], epochs=1).fit(x, y)  # the first fit is forgotten
 
     @pytest.mark.parametrize(
         ("classes", "words"),

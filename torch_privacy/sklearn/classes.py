@@ -32,6 +32,13 @@ class FoundClasses:
     releases: tuple[privacy.Release, ...]
 
 
+def noise_and_threshold(epsilon: float, delta: float) -> tuple[float, float]:
+    """Returns the standard deviation of the noise on the counts, and the count from which on a class is found."""
+    failure = delta / SHARE_OF_DELTA
+    noise = privacy.calibrate(min(epsilon / SHARE, LARGEST), failure, sampling_probability=1.0, num_steps=1)
+    return noise, float(1 + noise * norm.isf(failure))
+
+
 def find_classes(y: Array, epsilon: float, delta: float, test_seed: int | None) -> FoundClasses:
     """Returns the classes with ``count + noise > threshold``, the noise being normal.
 
@@ -42,8 +49,7 @@ def find_classes(y: Array, epsilon: float, delta: float, test_seed: int | None) 
     Source: Korolova, Kenthapadi, Mishra & Ntoulas (2009), WWW, with Gaussian noise in place of Laplace noise.
     """
     failure = delta / SHARE_OF_DELTA
-    noise = privacy.calibrate(min(epsilon / SHARE, LARGEST), failure, sampling_probability=1.0, num_steps=1)
-    threshold = float(1 + noise * norm.isf(failure))
+    noise, threshold = noise_and_threshold(epsilon, delta)
     classes, counts = np.unique(y, return_counts=True)
     noisy = {"counts": torch.tensor(counts, dtype=torch.float64)}
     key = None if test_seed is None else key_from_test_seed(test_seed, "classes of PrivateClassifier")

@@ -17,9 +17,11 @@ from sklearn.utils.multiclass import check_classification_targets
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import privacy
+from ..privacy.rounding import round_up
 from ..support.validate import Refused, quoted
 from .base import PrivateEstimator
-from .classes import find_classes
+from .classes import find_classes, noise_and_threshold
 from .fitting import NetworkPlan, Target
 
 Array = NDArray[Any]
@@ -146,11 +148,14 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
 
     def _target(self, where: str, y: Array, plan: NetworkPlan) -> Target:
         if self.classes is None:
+            self._check_findable(where, len(y), plan)
             found = find_classes(y, float(self.epsilon), plan.delta, self.test_seed)
             classes, releases, public = found.classes, found.releases, ()
             statement = {"classes": {"noise_stddev": found.noise, "threshold": found.threshold}}
+            spent = privacy.compose([(release.event, 1) for release in releases]).epsilon_high(plan.delta)
             why = (
-                f" A class needs more than about {found.threshold:.0f} examples to be found, and looking spent privacy."
+                f" A class needs more than about {found.threshold:.0f} examples to be found, and looking has cost "
+                f"epsilon {round_up(spent)} at delta = {plan.delta:g}."
                 ' Give classes=[...] if they are known without the data; classes="public" takes those in y.'
             )
         else:
@@ -164,6 +169,16 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         values = torch.tensor([places.get(label, UNLISTED) for label in y.tolist()])
         losses = partial(_cross_entropies, where, len(classes))
         return Target(values, len(classes), losses, classes, releases, public, statement)
+
+    def _check_findable(self, where: str, n: int, plan: NetworkPlan) -> None:
+        """Refuses to look for classes where not even two with the same number of examples would be found."""
+        _, threshold = noise_and_threshold(float(self.epsilon), plan.delta)
+        if 2 * threshold > n:
+            raise Refused(
+                f"{where}: classes=None: at epsilon={self.epsilon!r} a class needs more than about {threshold:.0f} "
+                f"examples to be found, and there are {n} in all. Nothing was released. Give classes=[...] if they are "
+                'known without the data; classes="public" takes those in y.'
+            )
 
     def _keep(self, target: Target) -> None:
         assert target.classes is not None
