@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Private estimators: the weights of the plain loop, statements, bounds, classes, pipelines."""
 
+import inspect
 import io
 import json
 import pickle
@@ -22,7 +23,7 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.runs.report import render as report
-from torch_privacy.sklearn import PrivateClassifier, PrivateRegressor, PublicScaler
+from torch_privacy.sklearn import PrivateClassifier, PrivateRegressor, PrivateScaler, PublicScaler
 from torch_privacy.sklearn.classes import find_classes
 
 QUICK = {"epochs": 3, "batch_size": 20, "refits": "separate", "random_state": 0, "test_seed": 7}
@@ -295,6 +296,17 @@ def test_what_scikit_learn_offers_elsewhere_is_refused():
         classifier().partial_fit(x, y)
     with pytest.raises(tp.Refused, match="target_bounds"):
         PrivateRegressor(**QUICK).fit(x, y)
+
+
+@pytest.mark.parametrize("estimator", [PrivateClassifier, PrivateRegressor, PrivateScaler])
+def test_unknown_arguments_are_named_with_a_reason_or_the_one_that_is_meant(estimator):
+    with pytest.raises(TypeError, match=r"there is no class_weight=: .* predict_proba .* Leave it out\."):
+        estimator(class_weight="balanced")
+    with pytest.raises(TypeError, match=rf"{estimator.__name__}: unexpected .* 'epsilo'\. Did you mean epsilon=\?"):
+        estimator(epsilo=1.0)
+    with pytest.raises(TypeError, match=r"'xyz'\. There are .*bounds"):
+        estimator(xyz=1.0)
+    assert "epsilon" in inspect.signature(estimator).parameters
 
 
 @pytest.mark.thorough

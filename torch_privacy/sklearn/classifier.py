@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from .. import privacy
 from ..privacy.rounding import round_up
 from ..support.validate import Refused, quoted
+from .arguments import naming_arguments
 from .base import PrivateEstimator
 from .classes import find_classes, noise_and_threshold
 from .fitting import NetworkPlan, Target
@@ -29,6 +30,7 @@ Array = NDArray[Any]
 UNLISTED = -100  # the index of a class that was not found: F.cross_entropy gives such an example the loss 0
 
 
+@naming_arguments
 @dataclass(eq=False, repr=False)
 class PrivateClassifier(ClassifierMixin, PrivateEstimator):
     """Classifies by a network that is trained with differential privacy, with the interface of scikit-learn.

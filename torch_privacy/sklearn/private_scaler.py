@@ -22,6 +22,7 @@ from ..mechanisms.scales import COARSE, Numbers, Scale, find_ranges, scale_of
 from ..privacy.spent import NOT_PRIVATE, Spent
 from ..support.validate import positive, quoted
 from ..training.bound_data import reserve
+from .arguments import naming_arguments
 from .features import FLOATS, Bounds, checked_bounds
 from .fitting import default_delta, of_all_fits
 from .refits import RemembersFits, begin_fit, digests
@@ -32,6 +33,7 @@ SIZES = 10  # powers of ten between the largest bound and the smallest values th
 HISTOGRAMS = 2
 
 
+@naming_arguments
 class PrivateScaler(RemembersFits, OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
     """Centers and scales features privately: ``clip((f(clip(x, low, high)) - center) / scale, -1, 1)``.
 

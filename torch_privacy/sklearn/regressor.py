@@ -14,6 +14,7 @@ from sklearn.base import RegressorMixin
 from torch import Tensor
 
 from ..support.validate import Refused
+from .arguments import naming_arguments
 from .base import PrivateEstimator
 from .features import checked_bounds, scaled
 from .fitting import NetworkPlan, Target
@@ -21,6 +22,7 @@ from .fitting import NetworkPlan, Target
 Array = NDArray[Any]
 
 
+@naming_arguments
 @dataclass(eq=False, repr=False)
 class PrivateRegressor(RegressorMixin, PrivateEstimator):
     """Predicts numbers by a network that is trained with differential privacy, with the interface of scikit-learn.
