@@ -6,6 +6,8 @@ import math
 import numpy as np
 import pytest
 from sklearn.base import clone
+from sklearn.frozen import FrozenEstimator
+from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 
 import torch_privacy as tp
@@ -180,3 +182,18 @@ def test_wrong_arguments_are_refused_and_release_nothing(changed, message):
     with pytest.raises(ValueError, match=message):
         scaler(**changed).fit(data(50))
     assert refits._FITS == []
+
+
+def test_after_missing_values_were_refused_the_release_of_the_scaler_is_used_and_not_made_again():
+    rows = np.random.default_rng(41).normal(40, 12, (1000, 2))
+    rows[5, 0] = np.nan
+    labels = rows[:, 1] > 40
+    first = PrivateScaler((0, 1000), epsilon=0.3)
+    last = PrivateClassifier(epsilon=2.0, classes=[False, True], prior_releases=[first], epochs=1)
+    with pytest.raises(ValueError, match=r"What PrivateScaler has released is not lost: .*FrozenEstimator\(scaler\)"):
+        make_pipeline(first, last).fit(rows, labels)
+    release, fill = first.release_, SimpleImputer(strategy="constant", fill_value=0)
+    pipeline = make_pipeline(FrozenEstimator(first), fill, last).fit(rows, labels)
+    assert first.release_ is release
+    assert last.statement_["releases"][0]["event"]["type"] == "Gaussian"
+    assert pipeline.predict(rows).shape == (1000,)

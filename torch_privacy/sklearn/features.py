@@ -63,9 +63,16 @@ def validated(estimator: Any, *arrays: Any, **rules: Any) -> Any:
         first, *_ = str(error).splitlines()
         if not first.startswith("Input X contains NaN"):
             raise
+    scalers = [one for one in getattr(estimator, "prior_releases", ()) if hasattr(one, "center_")]
+    kept = (
+        f" What {type(scalers[0]).__name__} has released is not lost: put the imputer behind it, and "
+        "sklearn.frozen.FrozenEstimator(scaler) in its place, which does not fit it again."
+        if scalers
+        else ""
+    )
     raise ValueError(
         f"{type(estimator).__name__}: {first} Fill them with a public constant, SimpleImputer(strategy='constant', "
-        "fill_value=0); an imputer that learns from the data puts its numbers into the model without noise."
+        f"fill_value=0); an imputer that learns from the data puts its numbers into the model without noise.{kept}"
     )
 
 

@@ -71,7 +71,8 @@ class PrivateScaler(RemembersFits, OneToOneFeatureMixin, TransformerMixin, BaseE
           by ``prior_releases=[scaler]``, its epsilon then covers both, or by ``refits="count"``. Steps in between that
           change the rows, such as ``PolynomialFeatures``, hide them: there ``prior_releases`` is yours to remember.
 
-    Edge cases: NaN is in no count, and stays NaN. Infinite values are clipped like all others.
+    Edge cases: NaN is in no count, and stays NaN: put ``SimpleImputer(strategy="constant", fill_value=0)``, the center,
+        between this and an estimator, which refuses NaN. Infinite values are clipped like all others.
 
     Raises:
         Refused: a fit that would spend epsilon on the same data again, or that does not fit into the budget.
