@@ -7,10 +7,12 @@ import sys
 
 import numpy as np
 import pytest
+import typer
 
 import torch_privacy
 from torch_privacy import privacy
 from torch_privacy.cli import run
+from torch_privacy.cli._shared import app
 from torch_privacy.experiments import TRAININGS, load_trainable
 from torch_privacy.privacy import comparison
 from torch_privacy.privacy.rounding import round_down, round_up
@@ -365,6 +367,24 @@ def test_help_explains_every_option(command, capsys, monkeypatch):
     options = re.findall(r"^.[ *]+(--\S+) +(?:--\S+ +)?[<A-Z]\S+ +(.*?) *.$", shown, re.MULTILINE)
     assert len(options) >= 5
     assert all(len(text.split()) >= 3 for _, text in options)
+
+
+def all_commands(command, name="torch-privacy"):
+    for word, one in getattr(command, "commands", {}).items():
+        yield from all_commands(one, f"{name} {word}")
+    if not hasattr(command, "commands"):
+        yield name, command
+
+
+def test_help_names_options_of_the_same_command_alone():
+    strange = []
+    for name, command in all_commands(typer.main.get_command(app)):
+        known = {option for one in command.params for option in (*one.opts, *one.secondary_opts)}
+        texts = [command.help or ""]
+        for one in command.params:
+            texts += [getattr(one, "help", None) or "", str(getattr(one, "show_default", ""))]
+        strange += [(name, option) for option in re.findall(r"--[a-z][a-z-]*", " ".join(texts)) if option not in known]
+    assert not strange
 
 
 def test_train_help_states_the_settings_of_the_experiments(capsys, monkeypatch):

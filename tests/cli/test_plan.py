@@ -29,6 +29,7 @@ def test_plan_prints_that_of_the_library(capsys):
         (["plan", "--examples", "0", "--epsilon", "2"], "plan: --examples 0 must be an integer of at least 1"),
         ([*PLAN, "--delta", "0.1"], "--delta 0.1 must lie in (0, 5e-05)"),
         ([*PLAN, "--learning-rate", "1"], "need --simulate EXPERIMENT"),
+        ([*PLAN, "--batch-size", "64"], "need --simulate EXPERIMENT"),
         ([*PLAN, "--simulate", "best-mnist"], "plan: best-mnist has no synthetic data"),
         ([*PLAN, "--simulate", "adult", "--batch-size", "0"], "--batch-size 0 must be an integer of at least 1"),
         ([*PLAN, "--signal", "0"], "--signal 0.0 must lie in (0, 1]"),
