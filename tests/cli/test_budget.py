@@ -8,6 +8,7 @@ import pytest
 
 from torch_privacy import cli, privacy
 from torch_privacy.experiments.runner import Run
+from torch_privacy.privacy.rounding import round_up
 from torch_privacy.runs.report import render as report
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be learnt at this epsilon")  # rare classes
@@ -37,6 +38,16 @@ def test_status_and_list_show_what_is_drawn(file, capsys):
     assert run["releases"] == [{"event": privacy.event_to_dict(EVENT), "count": 2}]
     assert cli.run(["budget", "list", str(file)]) == 0
     assert "begun, declared in advance" in capsys.readouterr().out
+
+
+def test_opening_and_settling_say_what_is_drawn(file, capsys):
+    assert cli.run(["budget", "open", str(file), "--epsilon", "3", "--delta", "1e-6"]) == 0  # again
+    assert "people.budget: epsilon 3 at delta = 1e-06, of which at most 0.000 is drawn." in capsys.readouterr().err
+    run = privacy.Budget.open(file).reserve([(EVENT, 2)], "two means")
+    assert cli.run(["budget", "settle", str(file), run.run]) == 0
+    shown = capsys.readouterr()
+    assert f"of which at most {round_up(privacy.Budget.open(file).spent().high)} is drawn." in shown.err
+    assert shown.out == ""
 
 
 def test_killed_run_is_settled_from_its_ledger(file, tmp_path, capsys):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from torch_privacy.cli._shared import AsJson, app, folder_named, print_result
+from torch_privacy.cli._shared import AsJson, app, folder_named, print_result, say
 
 File = Annotated[Path, typer.Argument(parser=folder_named, help="The budget's file.", metavar="FILE")]
 Run = Annotated[str, typer.Argument(help="Name of the run, as list shows it.", metavar="RUN")]
@@ -39,6 +39,17 @@ def open_budget(file: File, *, epsilon: Epsilon, delta: Delta, unit: Unit = "exa
     from torch_privacy.privacy import Budget
 
     Budget.open(file, epsilon=epsilon, delta=delta, unit=unit)
+    _say_drawn(file)
+
+
+def _say_drawn(file: Path) -> None:
+    """Says in one line what the budget allows, and what is drawn from it."""
+    from torch_privacy.privacy.budget_file import state_in
+    from torch_privacy.privacy.rounding import round_up
+
+    state = state_in(file)
+    drawn = round_up(state.as_json()["epsilon_drawn"])
+    say(f"{file}: epsilon {state.epsilon:g} at delta = {state.delta:g}, of which at most {drawn} is drawn.")
 
 
 @budget.command()
@@ -90,9 +101,11 @@ def settle(file: File, run: Run, ledger: LedgerPath = None, reason: Reason = "")
     opened = Budget.open(file)
     if ledger is None:
         opened.settle(run, reason=reason)
+        _say_drawn(file)
         return
     found = Ledger.load(ledger)  # refused while the run has it
     try:
         opened.settle_from(run, found, reason=reason)
     finally:
         found.close()
+    _say_drawn(file)
