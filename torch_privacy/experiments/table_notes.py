@@ -36,11 +36,12 @@ def notes(
     name, steps = Path(settings.file).name, task.number_of_steps(settings, n)
     clipping = "automatic clipping" if settings.clipping == "automatic" else f"clip norm {settings.clip_norm:g}"
     whom = "rows" if settings.owner is None else plural(event_unit(settings))  # the number of their rows is private
+    epochs = f"{settings.epochs:.3g} epoch{'s' * (settings.epochs != 1)}"
     chosen = (
         f"{name}: trains on {n:,} {whom}; a share of {settings.test_share:g} is kept for the test. Protected: "
         f"{unit(settings)}.",
         f"Chosen: delta {settings.delta:g}, batches of {settings.expected_batch_size:,}, {steps:,} steps "
-        f"({settings.epochs:.3g} epochs), {_units(settings)}, {clipping}, learning rate {settings.learning_rate:g}, "
+        f"({epochs}), {_units(settings)}, {clipping}, learning rate {settings.learning_rate:g}, "
         f"weight decay {settings.weight_decay:g}, averaged weights.",
     )
     if not prior:
@@ -90,7 +91,7 @@ def _in_words(schema: tables.Schema) -> str:
         if column.kind == "category":
             categories = column.categories or ()
             names = f": {', '.join(categories)}" if len(categories) <= MOST_CLASSES else ""
-            found.append(f"{name} {len(categories)} categories{names}")
+            found.append(f"{name} {len(categories)} categor{'y' if len(categories) == 1 else 'ies'}{names}")
         else:
             low, high = column.bounds or ("", "")
             scale = "" if column.scale in (None, column.bounds) else f", most {column.scale[0]} to {column.scale[1]}"
