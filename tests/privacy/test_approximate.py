@@ -270,7 +270,8 @@ def test_orders_beyond_the_outcomes_of_a_rule_are_left_out(name):
     event, order = BEYOND[name]
     with pytest.raises(ValueError, match="no finite moments at these orders"):
         privacy.rdp([(event, 1)], 1e-5, [order])
-    assert privacy.rdp([(event, 1)], 1e-5, [3.0, order]) == privacy.rdp([(event, 1)], 1e-5, [3.0])
+    alone = privacy.rdp([(event, 1)], 1e-5, [3.0])  # the last bit depends on the processor's vectors
+    assert privacy.rdp([(event, 1)], 1e-5, [3.0, order]) == pytest.approx(alone, rel=1e-14)
 
 
 def test_rdp_of_whole_orders_and_of_their_neighbors_agree():
