@@ -511,3 +511,24 @@ def test_missing_library_for_tables_is_named_with_its_extra(file, monkeypatch, c
     table_file._read.cache_clear()
     assert run(["train", str(file), *TRAIN]) == 2
     assert "pip install 'torch-privacy[tables]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--threshold", "high=2"], "--threshold high=2: '2' must be a probability in (0, 1]"),
+        (["--threshold", "hihg=0.2"], "no test row has the class 'hihg', but 'high', 'low'. Nothing was learnt"),
+        (["--batch-size", "5000"], "--batch-size 5000 must lie in (0, 13"),
+    ],
+)
+def test_settings_that_cannot_be_trained_with_are_refused_before_anything_is_learnt(
+    arguments, words, file, tmp_path, monkeypatch, capsys
+):
+    def never(*_, **__):
+        raise AssertionError("learnt")
+
+    monkeypatch.setattr(tables, "learn", never)
+    command = ["train", str(file), "--target", "income", "--epsilon", "4", "--run", str(tmp_path / "run")]
+    assert run([*command, *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())

@@ -39,7 +39,7 @@ from torch_privacy.experiments.table_file import (
 )
 from torch_privacy.experiments.table_notes import declared_in
 from torch_privacy.experiments.table_settings import TEST_SHARE, TableSettings
-from torch_privacy.experiments.task import Task, seeded
+from torch_privacy.experiments.task import Task, check_settings, seeded
 from torch_privacy.runs.rows import ACCURACY_COLUMN, SCORE
 from torch_privacy.support import validate as _check
 from torch_privacy.support.ranks import Ranks
@@ -180,11 +180,13 @@ def _learnt_on_first(
     draft: Draft | None,
 ) -> dict[str, Any]:
     """Returns what the first rank learns privately of the training rows, on all ranks."""
-    n = split.num_units
+    n = split.num_units  # all of these before anything is spent
     hint = f"It must be below 1/n for the {n:,} that train; 1 / (10 n) or less is usual."
-    _check.strictly_between("train", 0, 1 / n, delta=settings.delta, hint=hint)  # before anything is spent
+    _check.strictly_between("train", 0, 1 / n, delta=settings.delta, hint=hint)
+    check_settings(settings, n)
     with ranks.together("learns what the schema leaves open"):
         schema = declared(Path(settings.file), settings.target, settings.schema, settings.owner)
+        table_scores.check_threshold(settings, schema, split.frame, split.test_rows)
         if ranks.is_first and (doubt := table_scores.check_targets(settings, schema, split.frame, split.test_rows)):
             warnings.warn(doubt, stacklevel=2)
         of_rows = split.owners_of(split.train_rows)

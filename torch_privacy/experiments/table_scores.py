@@ -20,6 +20,7 @@ from torch_privacy.runs import metrics as log
 from torch_privacy.support.validate import quoted
 from torch_privacy.tables.cells import numbers, read_cells
 from torch_privacy.tables.schema_file import toml_key
+from torch_privacy.tables.threshold import probability_in
 
 ROWS_AT_ONCE = 4096
 
@@ -57,6 +58,24 @@ def check_targets(settings: TableSettings, schema: tables.Schema, frame: Any, te
         f"{found}. Correct [columns.{toml_key(schema.target)}] in {written}. Nothing was learnt, and it has cost "
         "nothing."
     )
+
+
+def check_threshold(settings: TableSettings, schema: tables.Schema, frame: Any, test_rows: Any) -> None:
+    """Refuses a threshold that fits no class, before classes are learnt; of the rows only test rows are looked at."""
+    if settings.threshold is None:
+        return
+    column = schema.target_column
+    if (column.kind == "category" and column.categories is not None) or schema.task == "regression":
+        threshold_of(settings.threshold, schema)
+        return
+    probability_in(settings.threshold, "train")
+    name, mark, _ = settings.threshold.rpartition("=")
+    seen = read_cells(frame[schema.target].iloc[test_rows], schema.rules).values
+    if mark and name.strip() not in seen:
+        raise ValueError(
+            f"train: --threshold {settings.threshold}: no test row has the class {name.strip()!r}, but "
+            f"{quoted(seen, at_most=3)}. Nothing was learnt, and it has cost nothing."
+        )
 
 
 def score_of(schema: tables.Schema, encoder: tables.Encoder, threshold: tables.Threshold | None) -> Score:

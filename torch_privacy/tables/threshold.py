@@ -39,7 +39,7 @@ class Threshold:
         """
         if not classes:
             raise ValueError(f"{where}: --threshold {text} is for a target with classes, and this one is a number.")
-        name, mark, number = text.rpartition("=")
+        name, mark, _ = text.rpartition("=")
         name = name.strip()
         if not mark and len(classes) > 2:
             raise ValueError(
@@ -48,19 +48,25 @@ class Threshold:
             )
         if mark and name not in classes:
             raise ValueError(f"{where}: --threshold {text}: {name!r} is none of {quoted(classes, at_most=10)}.")
-        try:
-            at = float(number)
-        except ValueError:
-            at = 0.0
-        if not 0 < at <= 1:
-            raise ValueError(f"{where}: --threshold {text}: {number!r} must be a probability in (0, 1], such as 0.2.")
-        return cls(classes.index(name) if mark else positive(classes), at)
+        return cls(classes.index(name) if mark else positive(classes), probability_in(text, where))
 
     def decide(self, probabilities: NDArray[np.float64]) -> NDArray[np.int64]:
         """Returns the predicted class of each row, (n,), from probabilities (n, classes)."""
         others = probabilities.copy()
         others[:, self.place] = -np.inf
         return np.where(probabilities[:, self.place] >= self.at, self.place, others.argmax(1))
+
+
+def probability_in(text: str, where: str) -> float:
+    """Returns the probability of ``CLASS=PROBABILITY``, or of a probability alone; refuses one outside of (0, 1]."""
+    number = text.rpartition("=")[2]
+    try:
+        at = float(number)
+    except ValueError:
+        at = 0.0
+    if not 0 < at <= 1:
+        raise ValueError(f"{where}: --threshold {text}: {number!r} must be a probability in (0, 1], such as 0.2.")
+    return at
 
 
 def positive(classes: Sequence[str]) -> int:
