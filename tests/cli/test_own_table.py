@@ -532,3 +532,12 @@ def test_settings_that_cannot_be_trained_with_are_refused_before_anything_is_lea
     assert run([*command, *arguments]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
+
+
+def test_columns_of_parquet_that_hold_no_single_values_are_said_to_be_ignored(tmp_path):
+    file = tmp_path / "people.parquet"
+    people().drop(columns="wealth").assign(visits=[[1, 2]] * N).to_parquet(file)
+    settings = complete(file, {"target": "income", "target_epsilon": 8.0})
+    task = own_table.build_task(own_table.STUDY.settings(**settings))
+    (said,) = [note for note in task.notes if "visits" in note]
+    assert re.fullmatch(r"'visits' is ignored: its storage type list<.*> is not a single value\.", said)

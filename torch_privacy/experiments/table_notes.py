@@ -18,6 +18,7 @@ from torch_privacy.support import validate as _check
 from torch_privacy.support.units import ONE_EXAMPLE, plural, unit_of_column
 from torch_privacy.tables.cells import read_cells
 from torch_privacy.tables.learn import TOO_FEW
+from torch_privacy.tables.schema import OF_STORAGE
 from torch_privacy.tables.schema_file import toml_key
 
 MOST_NAMES = 20  # of columns, in a message
@@ -51,7 +52,13 @@ def notes(
         total = settings.target_epsilon
         of = "" if total is None else f" of the total {total:g}; the training has the rest"
         price = f"Learnt privately, for {cost}{of}: {_in_words(schema)}."
-    return (*chosen, *released["notes"], *_hints(settings, schema), price)
+    return (*chosen, *_unusable(schema), *released["notes"], *_hints(settings, schema), price)
+
+
+def _unusable(schema: tables.Schema) -> tuple[str, ...]:
+    """Returns which columns of a Parquet file hold no single values, and so are not used."""
+    unusable = (column for column in schema.columns if column.reason.startswith(OF_STORAGE))
+    return tuple(f"{column.name!r} is ignored: {column.reason}." for column in unusable)
 
 
 def to_write(settings: TableSettings, lines: str) -> str:

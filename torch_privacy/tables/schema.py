@@ -24,6 +24,7 @@ Kind = Literal["number", "category", "date", "ignored", "learn"]
 Task = Literal["classification", "regression"]
 TASKS = ("classification", "regression")
 KIND_OF_TASK: dict[str, Kind] = {"classification": "category", "regression": "number"}
+OF_STORAGE = "its storage type"  # begins the reason why a column of Parquet is ignored
 LARGEST_BOUND = 1e30  # float32 holds it
 
 
@@ -346,7 +347,7 @@ def _column_of(name: str, storage: str) -> Column:
         return Column(name, "date")
     if storage == "text":
         return Column(name, "learn")
-    return Column(name, "ignored", reason=f"its storage type {storage} is not a single value")
+    return Column(name, "ignored", reason=f"{OF_STORAGE} {storage} is not a single value")
 
 
 def _target_of(path: str, name: str, storage: str, task: Task | None) -> tuple[Column, Task | None]:
