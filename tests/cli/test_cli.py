@@ -359,6 +359,14 @@ def test_compare_asks_no_one_for_minutes(capsys):
     assert claims["prv-accountant"].note.startswith("not asked above 100,000 steps")
 
 
+def test_compare_asks_no_library_for_a_grid_of_enormous_losses():
+    found = {one.accountant: one for one in comparison.compare([(privacy.SubsampledGaussian(0.5, 0.5), 1000)], 1e-5)}
+    for name in ("prv-accountant", "dp-accounting PLD"):
+        assert found[name].epsilon is None
+        assert found[name].note.startswith(("not asked above an epsilon of 200", "not installed"))
+    assert found["dp-accounting RDP"].note == "" or "not installed" in found["dp-accounting RDP"].note
+
+
 @pytest.mark.parametrize("command", ["train", "reproduce", "epsilon", "delta", "calibrate", "tradeoff", "compare"])
 def test_help_explains_every_option(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")

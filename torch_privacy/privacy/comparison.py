@@ -13,6 +13,7 @@ from torch_privacy.support.validate import Refused, strictly_between
 
 CERTIFIED = "torch_privacy"
 MOST_STEPS_OF_PRV = 100_000  # with more steps prv-accountant takes minutes and tens of gigabytes
+MOST_EPSILON_OF_GRIDS = 200.0  # half a minute at 137, ten minutes and 4 GB at 5e8
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def _dp_accounting(setting: Setting, accountant: Any) -> Answer:
 def _dp_accounting_pld(setting: Setting) -> Answer:
     from dp_accounting.pld import PLDAccountant
 
+    _check_grid(setting)
     return _dp_accounting(setting, PLDAccountant())
 
 
@@ -97,10 +99,17 @@ def _dp_accounting_rdp(setting: Setting) -> Answer:
     return _dp_accounting(setting, RdpAccountant())
 
 
+def _check_grid(setting: Setting) -> None:
+    """Raises if the grid of losses of another library would be too long."""
+    if _profile(setting).epsilon_high(setting.delta) > MOST_EPSILON_OF_GRIDS:
+        raise NotAsked(f"not asked above an epsilon of {MOST_EPSILON_OF_GRIDS:g}: minutes and gigabytes")
+
+
 def _prv(setting: Setting) -> Answer:
     from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant
 
     noise, probability, num_steps = setting.equal_steps
+    _check_grid(setting)
     if num_steps > MOST_STEPS_OF_PRV:
         raise NotAsked(f"not asked above {MOST_STEPS_OF_PRV:,} steps: minutes and gigabytes")
     accountant = PRVAccountant(
