@@ -85,7 +85,12 @@ def subject_of(name: str) -> tuple[str, dict[str, Any]]:
         content |= {"noise_multiplier": folder.read_statement()["noise_multiplier"], "target_epsilon": None}
     experiment = content.pop("experiment", None)
     if experiment not in (OWN_TABLE, *TRAININGS):
-        raise ValueError(f"{folder.settings}: names no experiment that this version can train: {experiment!r}.")
+        instead = " Its generator is audited by torch-privacy synthesize FILE --audit CANARIES." * (
+            folder.synthesis.exists() or folder.synthesizer.exists()
+        )
+        raise ValueError(
+            f"{folder.settings}: names no experiment that this version can train: {experiment!r}.{instead}"
+        )
     fields = load_trainable(experiment).settings().__dataclass_fields__
     known = {key: value for key, value in content.items() if key in fields}
     if experiment == OWN_TABLE:

@@ -180,6 +180,8 @@ def new_layer(num_features: int) -> nn.Module:
 def build_task(settings: Settings) -> Task:
     """Returns the reviews and the network of the method."""
     _check.one_of("train", METHODS, method=settings.method)
+    num_private = NUM_TO_LEARN if settings.on_public else len(load_texts(settings.data)[1]["private"].texts)
+    task.check_settings(settings, min(num_private, settings.num_examples or num_private))  # before features are made
     tuned, data = METHODS[settings.method].tuned, load(settings)
     encoder, num_features = load_texts(settings.data)[0], data.train.tensors[0].shape[1]
     new_model = partial(new_layer, num_features) if tuned is None else lambda: Classifier(tuned(encoder.network()))

@@ -237,6 +237,12 @@ def test_run_states_its_method_and_files_and_is_audited_with_its_own_settings(sm
     assert {name: settings[name] for name in ("method", "length")} == {"method": "lora", "length": 64}
 
 
+def test_settings_are_refused_before_features_are_made(small_imdb, monkeypatch):
+    monkeypatch.setattr(imdb, "features", None)
+    with pytest.raises(ValueError, match=r"delta.*0\.5.*must lie in \(0, 0\.025\)"):
+        imdb.build_task(replace(imdb.DEFAULTS, **{**NUMBERS, "delta": 0.5}))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
