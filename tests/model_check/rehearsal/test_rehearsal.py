@@ -604,6 +604,10 @@ def sees_padding():
     return nn.Sequential(nn.Embedding(7, 4), Calls(lambda m, h: m.f(h.mean(1)), f=nn.Linear(4, 2)))
 
 
+def sees_own_tokens():
+    return nn.Sequential(nn.Embedding(7, 4, padding_idx=0), Calls(lambda m, h: m.f(h.sum(1)), f=nn.Linear(4, 2)))
+
+
 def tokens_of_the_batch(m, ids):
     mask = ids != 0
     losses = F.cross_entropy(m(ids).mT, ids, reduction="none") * mask
@@ -626,6 +630,14 @@ COLLATED = {
     "mixup": lambda: Program(linear(), labeled(), cross_entropy, mixed_in_collate, match="happens before the model"),
     "standardized": lambda: Program(
         *(linear(), list(torch.randn(N, D)), losses_of, standardized_by_collate), match="happens before the model"
+    ),
+    "sorted": lambda: Program(
+        *(linear(), list(torch.randn(N, D)), losses_of, lambda items: torch.stack(sorted(items, key=torch.Tensor.sum))),
+        match="same losses come in another order",
+    ),
+    "sorted by length": lambda: Program(
+        *(sees_own_tokens(), texts(), losses_of, lambda items: padded(sorted(items, key=len, reverse=True))),
+        match="same losses come in another order",
     ),
     "one center of all": lambda: Program(
         *(linear(lambda m, b: m.f(b[0] - b[1])), list(torch.randn(N, D)), lambda m, b: m(b).sin().sum(1)),

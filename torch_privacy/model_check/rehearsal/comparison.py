@@ -23,7 +23,7 @@ ALIKE = 1e-5  # relative difference of answers that were computed twice
 NEGLIGIBLE = 1e-6  # rows this much shorter than the longest are not compared where shapes depend on the data
 COARSE = 0.02  # relative difference that is allowed in the rows of a part of the batch
 
-FACTOR = "the clip factor"
+LOSS, FACTOR = "the loss", "the clip factor"
 REPLACED = "when other examples took the places of the rest"
 REMOVED = "when the rest was left out"
 REPEATED = "when the batch was made again"
@@ -38,6 +38,11 @@ CURE = (
 STATE_CURE = (
     "What is kept there carries data past the noise. Take a layer without running statistics, e.g. GroupNorm, put that "
     "module in eval mode, or return the value from the forward in place of keeping it."
+)
+ORDER_CURE = (
+    "The same losses come in another order: collate_fn, the model or the loop sorts or shuffles the examples. Losses "
+    "must be in the order of the examples that the batch was made of: leave it as it is (pack_padded_sequence needs no "
+    "sorted lengths with enforce_sorted=False), or put the losses back by losses[order.argsort()]."
 )
 RULE_CURE = (
     "The factor of a row must be a function of that row's norm alone. Let the clipping rule use no other norm, nor a "
@@ -100,13 +105,15 @@ class AnswerComparison:
                 example = int(numbers[worst * len(numbers) // max(1, a.numel())])
                 which = "example" if numbers is kept or self._units is None else "row"
                 what = f"{name} of {which} {example} of {self._count} changed {change} {how}"
-                scaled = _scaled_alike(answers.losses[places], original.losses[kept], self._count)
-                found.append(ChangedAnswer(what, turn, kept, RULE_CURE if name == FACTOR else scaled))
+                cure = _scaled_alike(answers.losses[places], original.losses[kept], self._count)
+                if name == LOSS and _are_moved(answers.losses, original.losses, len(kept), _tolerance(eps, loose)):
+                    cure = ORDER_CURE
+                found.append(ChangedAnswer(what, turn, kept, RULE_CURE if name == FACTOR else cure))
 
         a, b = answers.losses.double().cpu()[places], original.losses.double().cpu()[kept]
         finite = b[b.isfinite()].abs()
         typical = float(finite.max()) if len(finite) and loose else 0.0
-        check("the loss", a, b, b.abs().nan_to_num(0).clamp(min=0.1 * typical), _rounding(original, loose), kept)
+        check(LOSS, a, b, b.abs().nan_to_num(0).clamp(min=0.1 * typical), _rounding(original, loose), kept)
         if answers.rows is not None and original.rows is not None:
             self._compare_rows(answers, original, keep, places, check, loose)
         return found
@@ -190,6 +197,13 @@ def _worst(a: Tensor, b: Tensor, scale: Tensor, tolerance: float) -> int | None:
     if not excess.numel() or float(excess.max()) <= 1:
         return None
     return int(excess.argmax())
+
+
+def _are_moved(some: Tensor, whole: Tensor, count: int, tolerance: float) -> bool:
+    """True if two runs have as many losses in common as examples were kept, though not all of these are in place."""
+    a, b = some.double().flatten(1).sum(1), whole.double().flatten(1).sum(1)
+    near = (a - b[:, None]).abs() <= tolerance * b[:, None].abs()
+    return count > 1 and len(b[near.any(1)].unique()) >= count
 
 
 def _scaled_alike(some: Tensor, whole: Tensor, count: int) -> str:
