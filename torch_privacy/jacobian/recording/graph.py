@@ -22,15 +22,22 @@ class Graph:
         assert losses.grad_fn is not None
         self.root: Node = losses.grad_fn
         self.children: dict[Node, list[Node]] = {}
-        stack, found = [self.root], self.children
+        self._numbers: list[int] = []  # of each child's output that a node takes
+        stack, found, numbers = [self.root], self.children, self._numbers
         while stack:
             node = stack.pop()
             if node not in found:
                 children = found[node] = []
-                for child, _ in node.next_functions:
+                for child, number in node.next_functions:
                     if child is not None:
                         children.append(child)
+                        numbers.append(number)
                 stack += children
+
+    def wiring(self) -> int:
+        """Returns a hash of what goes where: in which order, too, as Python code may put parts of a tensor together."""
+        places = {node: place for place, node in enumerate(self.children)}
+        return hash((*[places[child] for children in self.children.values() for child in children], *self._numbers))
 
     def nodes(self) -> Iterator[Node]:
         """Yields all nodes, starting with that of the losses."""

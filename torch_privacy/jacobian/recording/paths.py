@@ -225,7 +225,7 @@ def _program(
     the loss or with other parameters trained, may have other layouts or mix examples, so that it must be measured anew.
     """
     numbers: list[int] = []
-    found: list[Any] = []
+    found: list[Any] = [graph.wiring()]
     for step in recorder.program.steps():
         found.append((step.func, without_numbers(step.numbers, numbers) if step.numbers else ()))
     for node in finder.nodes_before(graph):
