@@ -180,6 +180,7 @@ REORDERINGS = {
     "in place": written,
     "product": lambda h, order: torch.einsum("ab,bd->ad", F.one_hot(order).to(h.dtype), h),
     "mask": lambda h, order: (F.one_hot(order).to(h.dtype)[:, :, None] * h).sum(1),
+    "choice": lambda h, order: torch.where((order == CONSECUTIVE).all(), h, h.flip(0)),
     "list": lambda h, order: torch.stack([h.unbind(0)[k] for k in order.tolist()]),
     "pieces": lambda h, order: torch.cat([h.split(1)[k] for k in order.tolist()]),
 }

@@ -209,11 +209,14 @@ def _may_reorder(func: Callable, args: tuple, data: Sequence[Tensor]) -> bool:
 def _spreads(data: Sequence[Tensor]) -> bool:
     """True if data without a gradient repeat, by broadcasting, a tensor that has one, as (n, m, 1) repeats (m, d).
 
-    A mask may distribute the entries of a tensor to examples in this way.
+    A mask may distribute the entries of a tensor to examples in this way. So may a single number of the data, which
+    chooses between two orders of all examples.
     """
     masks = [t.shape for t in data if not t.requires_grad]
     if not masks or len(masks) == len(data):
         return False
+    if any([mask.numel() == 1 for mask in masks]):
+        return True
     for t in data:
         if t.requires_grad:
             shape = t.shape
