@@ -33,6 +33,23 @@ from typing import Any
 PATIENCE = 300.0  # seconds until a call counts as a hang; a busy machine may need some minutes
 CALLS = 24  # of a rank; torch keeps some process groups alive, and the threads of each wake 100 times a second
 BYTES = 1 << 16  # of a message to the launcher, at most
+NEEDED = (  # by many calls of ranks: each new rank would import them again, which takes longer than most calls
+    "torch_privacy.training.loop",
+    "torch_privacy.training.placement.replicated",
+    "torch_privacy.training.placement.sharded",
+    "torch_privacy.training.placement.tensor_parallel",
+    "torch_privacy.training.secret_file",
+    "torch_privacy.runs.report.render",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+    "torch.distributed.tensor.debug",
+    "torch._decomp.decompositions_for_jvp",
+    "matplotlib.backends.backend_svg",
+    "scipy.optimize",
+    "scipy.interpolate",
+    "fixed_state",
+    "ranked",
+)
 
 
 @dataclass(frozen=True)
@@ -273,8 +290,11 @@ def _warm_up() -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    for module in "torch_privacy.training.loop", "torch.distributed.checkpoint.state_dict":
+    from torch_privacy.mechanisms.noise import ziggurat
+
+    for module in NEEDED:
         importlib.import_module(module)
+    ziggurat.tables()
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
