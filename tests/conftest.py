@@ -127,14 +127,14 @@ def launcher() -> Iterator[gloo_pool.Launcher]:
         yield launcher
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # ranks that wait take a hundredth of a core each, because threads of torch wake up
 def ranks2(launcher: gloo_pool.Launcher) -> Iterator[gloo_pool.Pool]:
-    """Returns a pool of two ranks, which all tests share."""
+    """Returns a pool of two ranks, which the tests of a file share."""
     with launcher.pool(2) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks4(launcher: gloo_pool.Launcher) -> Iterator[gloo_pool.Pool]:
     """Returns a pool of four ranks, for slow tests."""
     with launcher.pool(4) as pool:
