@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives the files of `make test` that need several processes to one worker, where these start once for all."""
+    """Gives the files that need several processes to one worker, where these start once for all."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
@@ -83,8 +83,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             return "files that need ranks" if file_needs_ranks(config.rootpath / file) else file
 
-    asked = config.getoption("--all") or config.getoption("--thorough") or config.getvalue("dist") != "loadfile"
-    return None if asked else ByFile(config, log)
+    is_other = config.getoption("--all") or config.getvalue("dist") != "loadfile"
+    return None if is_other else ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:
