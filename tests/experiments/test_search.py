@@ -104,6 +104,7 @@ def test_a_private_search_states_one_event_for_all_its_runs(tmp_path, monkeypatc
 @pytest.mark.thorough
 def test_a_target_holds_for_the_whole_search_and_for_any_batch_size(monkeypatch):
     monkeypatch.setattr(private_search, "CALIBRATIONS", 3)
+    monkeypatch.setattr(private_search, "TABLE", 20)  # a coarse one is an upper bound, too
     candidates = [{"expected_batch_size": 256}, {"expected_batch_size": 1024}]
     job = PrivateSearch("adult", candidates, target_epsilon=3.0, **LAW, **FEW)
     assert job.noise[0] < job.noise[1]
