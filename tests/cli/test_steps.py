@@ -109,3 +109,10 @@ def test_mistakes_are_one_sentence(arguments, words, capsys):
     assert shown.err.endswith("Try 'torch-privacy epsilon --help'.\n")
     assert shown.err.count("--help") == 1
     assert re.fullmatch(r"torch-privacy: [^\n]+\.\n", shown.err)
+
+
+@pytest.mark.parametrize("delta", ["0", "1"])
+def test_a_delta_that_is_none_is_refused_in_the_name_of_the_command(delta, capsys):
+    described = ["--noise-multiplier", "1", "--sampling-probability", "0.01", "--steps", "10"]
+    assert run(["epsilon", *described, "--delta", delta]) == 2
+    assert f"epsilon: --delta {float(delta)} must lie in (0, 1)" in capsys.readouterr().err

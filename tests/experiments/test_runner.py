@@ -367,13 +367,18 @@ def test_edited_settings_are_refused(stopped, edit, words, capfd):
     assert_refused(["train", "--resume", str(stopped.path)], words, capfd)
 
 
-def test_full_disk_is_one_sentence_with_the_path(tmp_path, capfd, monkeypatch):
+def test_full_disk_is_one_sentence_with_the_path(tmp_path, stopped, capfd, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    path = tmp_path / "run"
+    path = tmp_path / "other"
     assert_refused(["train", "adult", "--run", str(path)], f"{path}: No space left on device", capfd)
+    assert command(["train", "--resume", str(stopped.path)]) == 2
+    shown = capfd.readouterr().err
+    assert (
+        f"No space left on device. Once there is room, torch-privacy train --resume {stopped.path} continues" in shown
+    )
     path.mkdir(exist_ok=True)
     with pytest.raises(OSError, match="No space left") as raised:
         RunFolder(path).write_json(path / "settings.json", {})

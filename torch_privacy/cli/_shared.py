@@ -104,14 +104,21 @@ def check_alone(command: str, *others: Any) -> None:
 
 
 @contextmanager
-def naming(folder: Path) -> Iterator[None]:
-    """Adds the folder to an ``OSError`` without a file name, such as that of a full disk."""
+def naming(folder: Path, resume: str = "") -> Iterator[None]:
+    """Adds the folder to an ``OSError`` without a file name, such as that of a full disk.
+
+    Of a full disk, and with a command to ``resume`` the run in the folder, it says that one, too.
+    """
     try:
         yield
     except OSError as error:
-        if error.filename is not None or isinstance(error, BrokenPipeError):
+        goes_on = resume and error.errno in (errno.ENOSPC, errno.EDQUOT) and (folder / "settings.json").exists()
+        if isinstance(error, BrokenPipeError) or (error.filename is not None and not goes_on):
             raise
-        raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(folder)) from error
+        reason = error.strerror or str(error)
+        if goes_on:
+            reason = f"{reason}. Once there is room, {resume} {folder} continues the run"
+        raise OSError(error.errno or errno.EIO, reason, str(error.filename or folder)) from error
 
 
 @contextmanager

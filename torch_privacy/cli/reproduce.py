@@ -162,7 +162,7 @@ def _reproduce_in(
 
         silent, count = output.silent, num_launched()
         with (
-            naming(folder),
+            naming(folder, f"{again()} reproduce --resume"),
             closing(
                 Reproduction.resume(folder, num_processes=count)
                 if name is None

@@ -42,6 +42,7 @@ def chosen_delta(
     if given is not None:
         if n is not None:
             _check.strictly_between(where, 0, 1 / n, delta=given, hint=f"It must be below 1/n (n = {n} examples).")
+        _check.strictly_between(where, 0, 1, delta=given)
         return given
     if of_run is not None:
         lines.append(("delta", f"{of_run:.4g}, that of the run; --delta sets another"))

@@ -95,14 +95,15 @@ def synthesize(
         folder = run or Path("runs") / f"{source.name.partition('.')[0]}-synthetic-{datetime.now():%Y%m%d-%H%M%S}"
         RunFolder(folder).check_new()
         job = synthetic_table.begin(folder, source, chosen)
-    with DeferredSignals() as signals, naming(folder), saying_warnings():
+    again = "torch-privacy synthesize --resume"
+    with DeferredSignals() as signals, naming(folder, again), saying_warnings():
         try:
             for made, of in job.run.steps():
                 if not output.silent and (made * 10 // of > (made - 1) * 10 // of):
                     say(f"made {made} of {of} releases")
                 if signals.received:
                     say("stopped; continue with")
-                    say(f"  torch-privacy synthesize --resume {folder}{'' if rows is None else f' --rows {rows}'}")
+                    say(f"  {again} {folder}{'' if rows is None else f' --rows {rows}'}")
                     raise typer.Exit(128 + signals.received)
             for note in () if output.silent else job.run.notes:
                 say(note)

@@ -118,13 +118,14 @@ def train_in(
         from torch_privacy.runs.report.table_sections import coefficient_rows
         from torch_privacy.runs.table import score_lines
 
-        with naming(folder), saying_warnings(), processes.open_run(folder, experiment, chosen) as job:
+        resume = f"{again()} train --resume"
+        with naming(folder, resume), saying_warnings(), processes.open_run(folder, experiment, chosen) as job:
             if not output.silent:
                 for note in (*job.task.notes, *job.task.exact):
                     say(note)
             if not run_to_end(job, signals, silent=output.silent):
                 say(f"stopped after step {job.training.step_count} of {job.training.settings.num_steps}; continue with")
-                say(f"  {again()} train --resume {folder}")
+                say(f"  {resume} {folder}")
                 raise typer.Exit(128 + (signals.received or 0))
             results = job.finish()
     for warning in warnings_of(results):
