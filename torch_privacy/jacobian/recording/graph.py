@@ -141,8 +141,8 @@ def saved_bytes(graph: Graph, n: int, excluded: Iterable[Tensor]) -> int:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor):
-        return False
+    if tensor.layout is not torch.strided or is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor():
+        return False  # zeros of forward-mode derivatives have none
     if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
         return True
     try:  # a subclass may hold other tensors in place of its own entries, as quantized weights do
