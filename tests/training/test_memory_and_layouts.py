@@ -2,6 +2,7 @@
 """Tests training at any memory budget, along any path through the model, with layouts that depend on the data."""
 
 import copy
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
@@ -97,12 +98,20 @@ def test_memory_budget_decides_what_is_kept(monkeypatch):
     torch.testing.assert_close(least, most, rtol=1e-9, atol=1e-9)
 
 
-def checkpointed(m, x):
-    def part(x):
-        m.computed += 1
-        return torch.tanh(m.g(torch.tanh(m.f(x))))
+def parts(call, dropout=0.0):
+    """Returns a forward with a middle part that ``call`` calls."""
 
-    return m.h(checkpoint(part, x, use_reentrant=False))
+    def forward(m, x):
+        def part(x):
+            m.computed += 1
+            return torch.tanh(m.g(F.dropout(torch.tanh(F.dropout(m.f(x), dropout)), dropout)))
+
+        return m.h(call(part, x))
+
+    return forward
+
+
+checkpointed = partial(checkpoint, use_reentrant=False)
 
 
 def training_with_checkpoints(forward):
@@ -112,18 +121,16 @@ def training_with_checkpoints(forward):
     return training_of(model, clipping=tp.PerLayer(0.5))
 
 
-def test_training_with_activation_checkpointing_is_training_without():
-    trainings = [
-        training_with_checkpoints(forward)
-        for forward in (checkpointed, lambda m, x: m.h(torch.tanh(m.g(torch.tanh(m.f(x))))))
-    ]
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_training_with_activation_checkpointing_is_training_without(dropout):
+    trainings = [training_with_checkpoints(parts(call, dropout)) for call in (checkpointed, lambda part, x: part(x))]
     for training in trainings:
         train(training)
     torch.testing.assert_close(*map(parameters_of, trainings), rtol=1e-9, atol=1e-9)
 
 
 def test_checkpointed_part_is_computed_again_once_a_backward():
-    training = training_with_checkpoints(checkpointed)
+    training = training_with_checkpoints(parts(checkpointed))
     counts = []
     for x, y in own_batches(training, cross_entropy):
         before = training.model.computed

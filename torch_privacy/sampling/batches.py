@@ -162,7 +162,9 @@ class Batches:
             return [_rows_of(tensor, rows) for tensor in tensors], None
         with random_numbers_of(request, "collate") as position, drawing(draws, len(items)) as drawn:
             self.drawn = drawn
-            return self._collate(items if draws.rule is Rule.AS_DRAWN else _Items(items, drawn.restart)), position()
+            batch = self._collate(items if draws.rule is Rule.AS_DRAWN else _Items(items, drawn.restart))
+            drawn.end()
+            return batch, position()
 
 
 @dataclass

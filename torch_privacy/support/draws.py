@@ -70,13 +70,15 @@ def is_time_first(shape: tuple[int, ...], count: int) -> bool:
 class Drawn:
     """Holds what was drawn in a run with replaced random numbers.
 
-    ``restart`` begins anew, as an item begins: the numbers until its next call do not depend on earlier ones.
+    ``restart`` begins anew, as an item begins: the numbers until its next call do not depend on earlier ones. ``end``
+    puts the generators where the run alone has moved them.
     """
 
     count: int  # of the examples
     few: int = 0  # how many draws were at most one number for each example
     unaligned: int = 0  # how many others did not have the examples in their first dimension, or perhaps in another
     on_restart: list[Callable[[], None]] = field(default_factory=list)
+    on_end: list[Callable[[], None]] = field(default_factory=list)
     on_return: list[Callable[[], None]] = field(default_factory=list)  # called when the loop of the run goes on
 
     def note(self, shape: tuple[int, ...]) -> None:
@@ -90,6 +92,11 @@ class Drawn:
         """Begins anew."""
         for begin in self.on_restart:
             begin()
+
+    def end(self) -> None:
+        """Ends the run, before the positions of the generators are compared."""
+        for act in self.on_end:
+            act()
 
     @property
     def has_many(self) -> bool:

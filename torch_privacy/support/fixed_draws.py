@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,10 @@ def _drawing_in(model: nn.Module, draws: RunDraws, count: int) -> Iterator[Drawn
 class FixedDraws(TorchDispatchMode):
     """Replaces the results of torch's random functions; its generators do not advance, unless numbers are as drawn.
 
+    A part that activation checkpointing runs again must get its numbers again. It runs from the generators' states that
+    checkpointing has kept. So the number of a draw follows from these states, and until the end of the run torch's CPU
+    generator does advance after a draw: by one number, however many were asked for.
+
     Torch has a stack of modes for each thread. If another thread ends the run, the mode does nothing from then on, and
     leaves the stack when the user's loop goes on in its own thread (``Drawn.on_return``).
     """
@@ -59,8 +64,12 @@ class FixedDraws(TorchDispatchMode):
     def __init__(self, draws: RunDraws, drawn: Drawn):
         super().__init__()
         self._draws, self._drawn, self._calls, self._total = draws, drawn, 0, 0
+        self._next = 0  # number of the next new call
+        self._numbers: dict[bytes, int] = {}  # of draws, by the states of all generators before them
+        self._origins: dict[bytes, Tensor] = {}  # of the CPU generator: where it would be, by the states that were set
         self._thread: int | None = None  # in which it is on the stack
         self._is_over = False
+        drawn.on_end.append(self._put_back)
         drawn.on_restart.append(self._restart)
         drawn.on_return.append(self._leave)
 
@@ -72,6 +81,7 @@ class FixedDraws(TorchDispatchMode):
         try:
             yield
         finally:
+            self._put_back()
             self._is_over = True
             self._leave()
 
@@ -81,7 +91,22 @@ class FixedDraws(TorchDispatchMode):
             self.__exit__(None, None, None)
 
     def _restart(self) -> None:
-        self._calls = 0
+        self._next = 0
+        self._numbers.clear()
+
+    def _put_back(self) -> None:
+        """Puts torch's CPU generator where it would be if no draw had moved it on."""
+        origin = self._origins.get(_digest(torch.default_generator.get_state()))
+        if origin is not None:
+            torch.default_generator.set_state(origin)
+
+    def _move_on(self, before: list[tuple[torch.Generator, Tensor]]) -> None:
+        """Gives the generators their states before a draw again, and moves that of the CPU on by one number."""
+        for generator, state in before:
+            generator.set_state(state)
+        torch.rand((), device="cpu")
+        cpu, state = before[0]
+        self._origins[_digest(cpu.get_state())] = self._origins.get(_digest(state), state)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -98,14 +123,18 @@ class FixedDraws(TorchDispatchMode):
         given |= dict(zip(names, args, strict=False)) | kwargs
         before = torch_generators()
         result = func(*args, **kwargs)
-        if not self._draws.consumes:
-            for generator, state in before:
-                generator.set_state(state)
+        self._calls = self._next
+        if given.get("generator") is None:
+            self._calls = self._numbers.setdefault(_digest(*(state for _, state in before)), self._next)
+            if not self._draws.consumes:
+                self._move_on(before)
         shape = tuple(result.shape if isinstance(result, Tensor) else result[0].shape)
         self._drawn.note(shape)
         if self._draws.consumes and math.prod(shape) <= self._drawn.count:
             return result
-        return replace(self, result, given)
+        replaced = replace(self, result, given)
+        self._next = max(self._next, self._calls)
+        return replaced
 
     def permutation(self, length: int) -> Tensor:
         """Returns a permutation (length,) that leaves nothing in its place: the successors in one cycle of all."""
@@ -156,6 +185,11 @@ class FixedDraws(TorchDispatchMode):
                 places = (places.flip(0) if d and self._draws.from_end else places) * _STEPS[min(d, 7)] % 1
                 total = total + places.to(device, dtype).view(*[1] * d, -1, *[1] * (len(shape) - d - 1))
         return total
+
+
+def _digest(*states: Tensor) -> bytes:
+    """Returns a short name for the states of generators."""
+    return hashlib.blake2b(b"".join(state.numpy().tobytes() for state in states), digest_size=16).digest()
 
 
 def _without_dropout(names: list[str], args: tuple, kwargs: Arguments) -> Arguments:

@@ -313,6 +313,8 @@ class StepRun:
             sums = self._clipped_sums(tape, losses, summation, rows, is_batch=turn.is_batch)
         if rows is not None:
             rows.factors = {name: factors.double().cpu() for name, factors in summation.factors.items()}
+        if turn.drawn is not None:
+            turn.drawn.end()
         end = random_position() if part.rehearsed else None
         answers = Answers(
             losses=losses.detach().view(turn.count, setup.settings.views),

@@ -345,6 +345,24 @@ def test_the_generators_do_not_advance_and_their_functions_come_back(rule):
     assert found == (torch.rand(()).item(), np.random.rand(), random.random())
 
 
+@pytest.mark.parametrize("rule", [Rule.BY_PLACE, Rule.FEW_AS_DRAWN])
+def test_draws_from_states_that_were_set_back_are_made_again(rule):
+    """As in a part under activation checkpointing, which runs again in the backward."""
+    with drawing(RunDraws(rule, 7), 3):
+        torch.rand(3, 4)
+        state = torch.get_rng_state()
+        first = [torch.rand(3, 4), torch.rand(3), F.dropout(torch.ones(3, 5), 0.5)]
+        later = torch.rand(3, 4)
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        again = [torch.rand(3, 4), torch.rand(3), F.dropout(torch.ones(3, 5), 0.5)]
+        torch.set_rng_state(after)
+        new = torch.rand(3, 4)
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other)
+    assert not any(torch.equal(new, known) for known in (first[0], later))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("draw", [lambda: torch.rand(()), lambda: np.random.rand(), lambda: random.random()])
 def test_a_loop_that_waits_for_a_number_ends(draw):
