@@ -6,6 +6,7 @@ import math
 import re
 
 import pytest
+import torch
 from hugging import PRIVACY, arguments, bert, encoded, gpt2, tokenizer, trainer_of
 from transformers import DataCollatorWithPadding, TrainerCallback, TrainingArguments
 
@@ -38,8 +39,9 @@ def exact_numbers_in(trainer):
 
 def test_trackers_and_saved_states_get_epsilon_and_no_exact_numbers(tmp_path):
     one = tracker()
+    saving = {"save_strategy": "steps", "save_steps": 2}
     trainer = trainer_of(
-        tmp_path / "out", bert(), encoded(), padding(), callbacks=[one], **LOGGED, save_strategy="steps", save_steps=2
+        tmp_path / "out", bert(), encoded(), padding(), {"test_seed": None}, callbacks=[one], **LOGGED, **saving
     )
     trainer.train()
     trainer.save_state()
@@ -57,8 +59,30 @@ def test_trackers_and_saved_states_get_epsilon_and_no_exact_numbers(tmp_path):
         assert (json.loads(text)["total_flos"], json.loads(text)["num_input_tokens_seen"]) == (0, 0)
 
 
+class Shrinking(TrainerCallback):
+    """Moves the weights after the second step."""
+
+    def on_step_end(self, args, state, control, model=None, **others):
+        if state.global_step == 2:
+            with torch.no_grad():
+                model.classifier.weight.mul_(0.5)
+
+
+def test_an_epsilon_that_does_not_hold_is_called_so(tmp_path):
+    one = tracker()
+    callbacks = [Shrinking(), one]
+    trainer = trainer_of(
+        tmp_path / "out", bert(), encoded(), padding(), {"test_seed": None}, callbacks=callbacks, **LOGGED
+    )
+    trainer.train()
+    assert [sorted(name for name in logs if name.endswith("epsilon")) for logs in one.logs] == [
+        ["epsilon"], *[["not_private/epsilon"]] * 3
+    ]  # fmt: skip
+    assert trainer.privacy_statement()["warning"].startswith("NOT PRIVATE")
+
+
 def test_the_exact_mean_loss_is_returned_under_its_name_alone_and_not_saved(tmp_path):
-    trainer = trainer_of(tmp_path / "out", bert(), encoded(), padding(), **LOGGED)
+    trainer = trainer_of(tmp_path / "out", bert(), encoded(), padding(), {"test_seed": None}, **LOGGED)
     output = trainer.train()
     (loss,) = [x for x in exact_numbers_in(trainer) if x == output.metrics["train_loss_not_private"]]
     assert [name for name, x in output.metrics.items() if x == loss] == ["train_loss_not_private"]

@@ -67,13 +67,16 @@ class TrainerReporting(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs; the exact loss on the training data says that it is not private, and epsilon stands beside it.
 
-        Integrations of transformers (Weights & Biases, MLflow, ...) get epsilon and no exact statistics.
+        Integrations of transformers (Weights & Biases, MLflow, ...) get epsilon and no exact statistics. An epsilon
+        that does not hold, as with weights that a callback has moved, is called ``not_private/epsilon``.
         """
         for name in ("loss", "train_loss"):
             if name in logs:
                 logs[LOSS] = logs.pop(name)
                 if self.training is not None and (delta := self.training.settings.delta) is not None:
-                    logs["epsilon"] = self.training.profile_at_step().epsilon(delta).high
+                    holds = self.training._setup.account.warning(self.training._progress()) is None
+                    epsilon = self.training.profile_at_step().epsilon(delta).high
+                    logs["epsilon" if holds else "not_private/epsilon"] = epsilon
         handler = self.callback_handler
         everyone = handler.callbacks
         handler.callbacks = [one for one in everyone if not sends_away(one)]

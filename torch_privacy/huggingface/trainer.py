@@ -66,7 +66,8 @@ class PrivateTrainer(TrainerReporting):
           ``run_folder/secret/checkpoint-K.safetensors``, with mode 0600, and are deleted after the last step. A
           training that is stopped before it keeps them, to go on: delete the folder ``secret`` if it never will.
         - ``train(resume_from_checkpoint=...)`` goes on with the same batches and noise, or refuses.
-        - The loss on training data is exact, and logged as ``train_loss_not_private``, next to ``epsilon``. No exact
+        - The loss on training data is exact, and logged as ``train_loss_not_private``, next to ``epsilon``, which is
+          called ``not_private/epsilon`` if it does not hold. No exact
           statistic of the training data reaches an integration of transformers (Weights & Biases, MLflow, ...), a
           checkpoint or the files of ``save_metrics``, which may be uploaded. ``train()`` returns it under
           that name alone.
