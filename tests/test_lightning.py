@@ -470,6 +470,43 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_goes_on_from_its_sta
     assert not (tmp_path / "run" / "secret").exists()
 
 
+class FailsOnce(torch.optim.SGD):
+    """Fails in the update of step 3, as an interrupt there does."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls == 4:
+            raise OSError("lost power")
+        return super().step(closure)
+
+
+class Failing(Module):
+    def configure_optimizers(self):
+        return FailsOnce(self.parameters(), lr=1.0)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning looks for a last checkpoint
+def test_an_error_in_an_update_leaves_a_checkpoint_to_go_on_from(tmp_path):
+    """Weights of step 3 and keys of step 4 do not fit together, so that the keys from before must stay."""
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+    with pytest.raises(OSError, match="lost power"):
+        fitted(
+            Failing(),
+            callbacks=[OnExceptionCheckpoint(tmp_path / "checkpoints", filename="error")],
+            settings={"enable_checkpointing": True},
+            run_folder=tmp_path / "run",
+        )
+    with pytest.raises(tp.Refused, match=r"step-3.*steps with keys there: 0\)"):
+        fitted(Module(), run_folder=tmp_path / "run", ckpt_path=tmp_path / "checkpoints" / "error.ckpt")
+    start = tmp_path / "run" / "secret" / "start.ckpt"
+    _, fit = fitted(Module(seed=3), run_folder=tmp_path / "run", ckpt_path=start)
+    assert fit.training.step_count == 10
+
+
 @pytest.mark.thorough
 def test_run_folder_has_scores_of_validation_and_none_of_training(tmp_path):
     fitted(Logged(), val=DataLoader(data(8), batch_size=4), run_folder=tmp_path / "run")
@@ -485,7 +522,7 @@ def test_checkpoints_without_their_keys_are_refused(tmp_path):
     fitted(Module(), **saved)
     with pytest.raises(tp.Refused, match="no run_folder= was given"):
         fitted(Module(), ckpt_path=tmp_path / "step=5.ckpt")
-    with pytest.raises(tp.Refused, match=r"step-5.safetensors' does not fit it"):
+    with pytest.raises(tp.Refused, match=r"step-5.safetensors' is missing or does not fit it"):
         fitted(Module(), ckpt_path=tmp_path / "step=5.ckpt", run_folder=tmp_path / "run")
     with pytest.raises(tp.Refused, match="must lie outside of"):
         fitted(Module(), **saved, run_folder=tmp_path / "inside")

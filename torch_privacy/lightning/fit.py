@@ -156,6 +156,8 @@ class PrivateFit(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._keys is None or self.training is None:
             return
+        if self.training.step_count != trainer.global_step:
+            return  # an error ended an update: a training goes on from what was saved before, and not from here
         for folder in {str(getattr(saver, "dirpath", None) or "") for saver in trainer.checkpoint_callbacks} - {""}:
             if self._keys.path.resolve().is_relative_to(Path(folder).resolve()):
                 raise Refused(
@@ -201,7 +203,10 @@ class PrivateFit(Callback):
             )
         found = load_secret(training, keys.at(step)) if keys is not None and self._checkpoint_is_private else None
         if found != step or training.step_count != step:
-            why = "no run_folder= was given" if keys is None else f"{str(keys.at(step))!r} does not fit it"
+            why = "no run_folder= was given"
+            if keys is not None:
+                known = ", ".join(map(str, keys.steps())) or "none"
+                why = f"{str(keys.at(step))!r} is missing or does not fit it (steps with keys there: {known})"
             raise Refused(
                 f"{WHERE}: the training cannot go on from a checkpoint of step {step}: {why}, which keeps the keys of "
                 "noise and batches. Nothing was released. Pass the run_folder of the run that saved it, with as many "
