@@ -225,6 +225,55 @@ def test_state_of_other_settings_is_refused():
         training_of(performance=tp.Performance(memory_budget=2.0)).load_state_dict(state)
 
 
+@pytest.mark.parametrize("change", ["freezes", "unfreezes", "freezes by layer"])
+@pytest.mark.parametrize("stop", [2, 4])  # right after the change, and later
+def test_a_run_that_switches_what_it_trains_is_resumed_in_its_folder(change, stop, tmp_path):
+    """The model is made as at the start, and switched as the loop did, before the loop goes on."""
+    clipping = tp.EachLayer(0.5) if change == "freezes by layer" else tp.Flat(0.5)
+
+    def made(name):
+        model = network()
+        model[0].requires_grad_(change != "unfreezes")
+        return training_of(model, clipping=clipping, run_folder=tmp_path / name)
+
+    def switched(training, steps=None):
+        if training.step_count < 2:
+            train(training, steps=2)
+        training.model[0].requires_grad_(change == "unfreezes")
+        if steps != 2:
+            train(training, steps=steps)
+
+    whole, first = made("whole"), made("run")
+    switched(whole)
+    switched(first, stop)
+    state, weights, ledger = first.state_dict(), first.model.state_dict(), tmp_path / "run" / "ledger.jsonl"
+    first.ledger.close()
+    second = made("run")
+    second.load_state_dict(pickle.loads(pickle.dumps(state)))
+    second.model.load_state_dict(weights)
+    switched(second)
+    assert torch.equal(parameters_of(second), parameters_of(whole))
+    assert ledger.read_text().count("\n") == (tmp_path / "whole" / "ledger.jsonl").read_text().count("\n")
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_a_run_that_freezes_a_layer_goes_on_in_a_training_that_never_trained_it(stop):
+    """Without a folder, which has the settings that the run began with."""
+    first = training_of()
+    train(first, steps=2)
+    first.model[0].requires_grad_(False)
+    if stop > 2:
+        train(first, steps=stop)
+    model = network()
+    model.load_state_dict(first.model.state_dict())
+    model[0].requires_grad_(False)
+    second = training_of(model)
+    second.load_state_dict(first.state_dict())
+    train(second)
+    train(first)
+    assert torch.equal(parameters_of(second), parameters_of(first))
+
+
 def test_state_that_is_too_old_to_say_its_memory_budget_is_taken_up():
     state = training_of().state_dict()
     del state["settings"]["memory_budget"]

@@ -18,6 +18,7 @@ from .release import Keys, Releases, new_keys
 from .run_files import RunFiles
 from .sampling import POISSON
 from .saved_state import check_state
+from .settings import shapes_of
 from .state import Setup, State
 
 WHERE = "PrivateTraining.load_state_dict"
@@ -49,6 +50,7 @@ class Resuming:
     def __init__(self, setup: Setup, state: State):
         self._setup, self._state = setup, state
         self._ranks = setup.placement.ranks
+        self._parameters = shapes_of(state.tensors.trained)  # trained when the training began
         self._data: dict[str, Any] | None = None  # fingerprint of the data, once a state was saved
         self._machine: Machine | None = None  # on which the steps after the state that was loaded were made
         self._repetition = ExitStack()  # while they are repeated
@@ -92,7 +94,8 @@ class Resuming:
             "machine": Machine.here(state.tensors.trained.values()).state(),
             "num_lost": releases.num_lost,
             "keys_since": releases.since,
-            "settings": setup.for_resuming(state.tensors),
+            "settings": self._settings(),
+            "trained": shapes_of(setup.tensors_of().trained if is_between_steps else state.tensors.trained),
             "step_count": state.step,
             "num_non_finite": state.num_non_finite,
             "moved_otherwise": state.guard.moved_otherwise(state.step),
@@ -116,7 +119,7 @@ class Resuming:
         known = self._ranks.from_first(len(setup.ledger))  # to the ledger on disk
         with self._ranks.together("loads a state"):
             check_state(saved, setup.settings, setup.mechanism)
-            self._check_settings(saved["settings"])
+            self._check_settings(saved["settings"], saved.get("trained"))
             check_data_of_state(WHERE, saved.get("data"), setup.batches.dataset)
             setup.ledger.load_state_dict(saved["ledger"])
         self._data = saved.get("data")
@@ -139,10 +142,19 @@ class Resuming:
             if known < len(saved["ledger"]["releases"]):
                 state.use(self.new_releases(since=state.step, num_lost=num_lost), setup.account)
 
-    def _check_settings(self, saved: Mapping[str, Any]) -> None:
-        """Refuses a state of a training with other settings."""
+    def _settings(self) -> dict[str, Any]:
+        """Returns the settings that the training began with: the loop may have frozen or unfrozen parameters since."""
+        return self._setup.for_resuming(self._state.tensors) | {"parameters": self._parameters}
+
+    def _check_settings(self, saved: Mapping[str, Any], trained: Mapping[str, Any] | None) -> None:
+        """Refuses a state of a training with other settings.
+
+        The parameters are those with which that training began, or those which it trained in the end.
+        """
         saved = {**FORMER, "memory_budget": self._setup.settings.performance.memory_budget, **saved}
-        ours = self._setup.for_resuming(self._state.tensors)
+        ours = self._settings()
+        if ours["parameters"] == trained:
+            saved["parameters"] = trained
         differing = {key: (value, saved.get(key)) for key, value in ours.items() if saved.get(key) != value}
         if differing:
             listed = ", ".join(

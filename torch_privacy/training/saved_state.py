@@ -20,6 +20,7 @@ STATE = {  # what state_dict returns; mechanism and ledger check their own parts
     "properties": {
         "format": {"const": 1},
         "settings": {"type": "object"},
+        "trained": {"type": "object"},
         "step_count": {"type": "integer", "minimum": 0},
         "num_non_finite": {"type": "integer", "minimum": 0},
         "moved_otherwise": {"type": "string"},

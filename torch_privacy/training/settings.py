@@ -253,7 +253,7 @@ class TrainingSettings:
             "memory_budget": self.performance.memory_budget,  # determines the methods, which differ in the last bits
             "prior_releases": [release.fingerprint for release in self.prior_releases],
             "after_update": self.after_update,
-            "parameters": {name: list(p.shape) for name, p in trained.items()},
+            "parameters": shapes_of(trained),
         }
 
     def _coefficients(self) -> list[float] | None:
@@ -297,6 +297,11 @@ class TrainingSettings:
             "num_canaries": self.num_canaries,
             "owners": self.owners,
         }
+
+
+def shapes_of(trained: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Returns the shapes of trained parameters by name, as plain data."""
+    return {name: list(p.shape) for name, p in trained.items()}
 
 
 def _digest(factors: tuple[float, ...]) -> str:
