@@ -470,6 +470,36 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_goes_on_from_its_sta
     assert not (tmp_path / "run" / "secret").exists()
 
 
+class InterruptsAtTheEnd(lightning.Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.global_step == 10:
+            raise OSError("lost power")
+
+
+@pytest.mark.thorough
+def test_a_run_that_was_stopped_after_its_last_step_is_ended_when_it_is_resumed(tmp_path):
+    """Lightning begins no training from the checkpoint of the last step."""
+    run, checkpoints = tmp_path / "run", saving(tmp_path / "checkpoints", every_n_train_steps=5)
+    steps = {"max_steps": 10, "max_epochs": -1}
+    with pytest.raises(OSError, match="lost power"):
+        fitted(
+            Module(),
+            callbacks=[checkpoints, InterruptsAtTheEnd()],
+            settings=steps | {"enable_checkpointing": True},
+            run_folder=run,
+        )
+    assert (run / "secret" / "step-10.safetensors").exists()
+    written = (run / "results.json").read_text()
+    module = Module(seed=3)
+    _, fit = fitted(module, run_folder=run, ckpt_path=tmp_path / "checkpoints" / "step=10.ckpt", settings=steps)
+    assert fit.training.step_count == 10
+    assert_same(module, plain(10)[0])
+    assert (run / "results.json").read_text() == written
+    assert not (run / "secret").exists()
+    _, fit = fitted(Module(), run_folder=run, ckpt_path=tmp_path / "checkpoints" / "step=10.ckpt", settings=steps)
+    assert fit.training is None  # the run is over
+
+
 class FailsOnce(torch.optim.SGD):
     """Fails in the update of step 3, as an interrupt there does."""
 

@@ -19,6 +19,7 @@ try:
 except ImportError as error:
     raise ImportError("PrivateFit needs Lightning. Install it with: pip install 'torch-privacy[lightning]'") from error
 
+from ..support.ranks import Ranks
 from ..support.validate import Refused
 from ..support.warning import warn
 from ..training import PrivateTraining
@@ -171,10 +172,26 @@ class PrivateFit(Callback):
         if self._folder is not None and self.training is not None and self.training.step_count:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             self.training.write_run(scores={k: v for k, v in metrics.items() if k not in self._logged and isfinite(v)})
-            if self._keys is not None:
-                allowed = self.training._setup.account.steps_allowed
-                is_over = self.training.step_count >= allowed or _stopped_early(trainer)
-                self._keys.end() if is_over else self._keys.warn_kept(WHERE)
+            self._end_keys(trainer)
+
+    def _end_keys(self, trainer: Trainer) -> None:
+        """Deletes the keys of a run that is over; else warns that they are kept."""
+        if self._keys is not None and self.training is not None:
+            allowed = self.training._setup.account.steps_allowed
+            is_over = self.training.step_count >= allowed or _stopped_early(trainer)
+            self._keys.end() if is_over else self._keys.warn_kept(WHERE)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.training is not None or self._keys is None or not self._checkpoint_is_private:
+            return
+        # The checkpoint is that of the last step, so that Lightning began no training. A run that was stopped right
+        # after it still has its keys.
+        if Ranks.here().from_first(self._keys.at(trainer.global_step).is_file()):
+            self.on_train_start(trainer, pl_module)
+            assert self._steps is not None
+            next(self._steps, None)  # to the loop's end, which writes the run folder unless it is written
+            self._close()
+            self._end_keys(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()
