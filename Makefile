@@ -4,10 +4,9 @@ VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
 DEVICE ?=
-JOBS ?= $(if $(filter-out pretend,$(DEVICE)),0,2)
+# Tests wait for processes that they start, so that three jobs take a third less time than two on two cores.
+JOBS ?= $(if $(DEVICE),$(if $(filter pretend,$(DEVICE)),2,0),3)
 BIN := $(VENV)/bin
-# Processes of `thorough` wait for others that they start, so that a third one has work to do on two cores.
-THOROUGH_JOBS ?= 3
 # One thread for each process, as the models are tiny; compiled modules are kept, as the tests start many processes.
 FAST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Silences an advertisement of the theme, not a warning about these pages.
@@ -26,7 +25,7 @@ test: $(VENV)/.test  ## run the tests that judge a change, in about five minutes
 	$(FAST) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(if $(DEVICE),--device $(DEVICE) )$(ARGS)
 
 thorough: $(VENV)/.test  ## run what `test` leaves out: more cases of the same tests, processes that are killed, slow brackets
-	$(FAST) $(BIN)/python -m pytest -n $(THOROUGH_JOBS) --dist loadfile --thorough $(ARGS)
+	$(FAST) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --thorough $(ARGS)
 
 compare: $(VENV)/.compare  ## run the programs behind docs/comparison.md: this library beside four others
 	$(FAST) $(BIN)/python -m pytest --all tests/test_comparison.py $(ARGS)
