@@ -60,7 +60,7 @@ def test_rows_and_page_are_made_and_more_rows_are_drawn(folder, capsys):
     assert stat.S_IMODE((folder / "r/synthesis.html").stat().st_mode) == 0o600
     capsys.readouterr()
     assert run(["audit", "r", "--spend"]) == 2
-    assert "audited by torch-privacy synthesize FILE --audit" in " ".join(capsys.readouterr().err.split())
+    assert "is audited by torch-privacy synthesize FILE --audit" in " ".join(capsys.readouterr().err.split())
     assert not verify("r").is_false
     for name in ("a.csv", "b.csv"):
         assert run(["synthesize", "r", "--rows", "7", "--seed", "3", "--out", name]) == 0

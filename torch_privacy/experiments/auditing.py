@@ -85,9 +85,9 @@ def subject_of(name: str) -> tuple[str, dict[str, Any]]:
         content |= {"noise_multiplier": folder.read_statement()["noise_multiplier"], "target_epsilon": None}
     experiment = content.pop("experiment", None)
     if experiment not in (OWN_TABLE, *TRAININGS):
-        instead = " Its generator is audited by torch-privacy synthesize FILE --audit CANARIES." * (
-            folder.synthesis.exists() or folder.synthesizer.exists()
-        )
+        instead = ""
+        if "generator" in content:
+            instead = " A generator of rows is audited by torch-privacy synthesize FILE --audit CANARIES."
         raise ValueError(
             f"{folder.settings}: names no experiment that this version can train: {experiment!r}.{instead}"
         )
