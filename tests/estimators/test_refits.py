@@ -112,9 +112,9 @@ def test_a_fit_that_released_nothing_does_not_count():
 
 @pytest.mark.thorough
 def test_classes_that_were_looked_for_in_vain_count():
-    x, y = data(20)
+    x, y = data(80)
     with pytest.raises(ValueError, match="0 classes found"):
-        classifier(classes=None).fit(x, y)
+        classifier(classes=None).fit(x, np.arange(80) % 4)
     with pytest.raises(tp.Refused, match="fitted before"):
         classifier().fit(x, y)
     fitted = classifier(refits="count").fit(x, y)

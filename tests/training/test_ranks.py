@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that is trained on several ranks gets the weights that one process gives it: only rounding differs."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,11 @@ def accounts(rank: int | None, how: str | None, folder: Path) -> dict[str, Any]:
     }
 
 
+def in_digits(statement):
+    """Returns it with six digits of each number: the last ones of a transform depend on where arrays lie in memory."""
+    return json.loads(json.dumps(statement), parse_float=lambda text: float(f"{float(text):.6g}"))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ["layers", "ddp"])
 def test_all_ranks_know_the_price_and_only_the_first_keeps_files_and_keys(ranks2, tmp_path, how):
@@ -181,7 +187,6 @@ def test_all_ranks_know_the_price_and_only_the_first_keeps_files_and_keys(ranks2
     for found in first, second:
         assert found["spent"] == alone["spent"]
         assert found["releases"] == alone["releases"]
-        assert found["statement"] == first["statement"]
-    assert first["statement"] == alone["statement"] | {"ranks": 2}
+        assert in_digits(found["statement"]) == in_digits(alone["statement"] | {"ranks": 2})
     assert first["state"]["noise_key"] == alone["state"]["noise_key"]
     assert not any("key" in key for key in second["state"])

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, Literal
 
+from torch import Tensor
+
 from ..mechanisms.noise import is_made_here
 from ..sampling.fingerprint import check_data_of_state, fingerprint_for_state
 from ..support.validate import Refused
@@ -95,7 +97,7 @@ class Resuming:
             "num_lost": releases.num_lost,
             "keys_since": releases.since,
             "settings": self._settings(),
-            "trained": shapes_of(setup.tensors_of().trained if is_between_steps else state.tensors.trained),
+            "trained": shapes_of(self._trained(is_between_steps=is_between_steps)),
             "step_count": state.step,
             "num_non_finite": state.num_non_finite,
             "moved_otherwise": state.guard.moved_otherwise(state.step),
@@ -141,6 +143,11 @@ class Resuming:
             self._skip_released()
             if known < len(saved["ledger"]["releases"]):
                 state.use(self.new_releases(since=state.step, num_lost=num_lost), setup.account)
+
+    def _trained(self, *, is_between_steps: bool) -> Mapping[str, Tensor]:
+        """Returns the parameters that the next step trains; on ranks, where some may be gathered, that the last did."""
+        is_known = is_between_steps and isinstance(self._setup.placement, Whole)
+        return self._setup.tensors_of().trained if is_known else self._state.tensors.trained
 
     def _settings(self) -> dict[str, Any]:
         """Returns the settings that the training began with: the loop may have frozen or unfrozen parameters since."""
