@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts known from earlier batches are confirmed on each batch, or measured again; none is guessed."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -169,6 +171,39 @@ def written(h: Tensor, order: Tensor) -> Tensor:
 
 
 CONSECUTIVE = torch.arange(N * T)
+
+
+def changed(order: Tensor) -> Tensor:
+    """Returns (n·t, 1), whether the order is another one than before."""
+    return (order != CONSECUTIVE).any().expand(len(order), 1)
+
+
+def rolled(h: Tensor, changed: Tensor) -> Tensor:
+    return h.roll([int(changed[0, 0])], [0])
+
+
+def rolled_by_script(h: Tensor, changed: Tensor) -> Tensor:
+    """Rolls by a number of the data that Python never sees."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(rolled)(h, changed)
+
+
+class InNumpy(torch.autograd.Function):
+    """Reorders in numpy, inside of a custom function."""
+
+    @staticmethod
+    def forward(ctx, h, order):
+        ctx.order = order.numpy()
+        return torch.from_numpy(h.detach().numpy()[ctx.order])
+
+    @staticmethod
+    def backward(ctx, b):
+        back = torch.zeros_like(b)
+        back.numpy()[ctx.order] = b.numpy()
+        return back, None
+
+
 ORDERS = {
     "interleaved": CONSECUTIVE.view(N, T).t().flatten(),
     "rolled": CONSECUTIVE.roll(1),
@@ -181,6 +216,10 @@ REORDERINGS = {
     "product": lambda h, order: torch.einsum("ab,bd->ad", F.one_hot(order).to(h.dtype), h),
     "mask": lambda h, order: (F.one_hot(order).to(h.dtype)[:, :, None] * h).sum(1),
     "choice": lambda h, order: torch.where((order == CONSECUTIVE).all(), h, h.flip(0)),
+    "one of two": lambda h, order: (h.roll(0, 0), h.roll(1, 0))[bool(changed(order)[0, 0])],
+    "one of two kinds": lambda h, order: (h * 1, h.flip(0))[bool(changed(order)[0, 0])],
+    "halves": lambda h, order: torch.vstack(torch.vsplit(h, 2)[:: 1 - 2 * bool(changed(order)[0, 0])]),
+    "script": lambda h, order: rolled_by_script(h, changed(order)),
     "list": lambda h, order: torch.stack([h.unbind(0)[k] for k in order.tolist()]),
     "pieces": lambda h, order: torch.cat([h.split(1)[k] for k in order.tolist()]),
 }
@@ -212,6 +251,13 @@ def test_changed_layouts_are_noticed_and_measured(how, order, groups):
     assert sorted(asked) == sorted(split), "a group was clipped before its layouts were proved"
     tape, losses = recorded(model, layouts, x, order)
     torch.testing.assert_close(flat(tape.jacobian(losses).rows(), 1), rows)
+
+
+def test_an_order_made_in_numpy_in_a_custom_function_is_noticed():
+    model, layouts = Model(lambda h, order: InNumpy.apply(h, order)), Counted()
+    for _ in range(PROOFS + 1):
+        clipped(model, layouts, torch.randn(N, T, 3), torch.arange(N))
+    assert_exact(model, layouts, torch.randn(N, T, 3), torch.arange(N).flip(0))
 
 
 class Dropped(nn.Module):

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache, cached_property
+from operator import methodcaller
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from ..parallel.shards import on_this_rank
+
+LEAF = 2**64 - 1  # sequence number of all leaves
 
 
 class Graph:
@@ -34,10 +38,24 @@ class Graph:
                         numbers.append(number)
                 stack += children
 
-    def wiring(self) -> int:
-        """Returns a hash of what goes where: in which order, too, as Python code may put parts of a tensor together."""
-        places = {node: place for place, node in enumerate(self.children)}
-        return hash((*[places[child] for children in self.children.values() for child in children], *self._numbers))
+    @cached_property
+    def made(self) -> list[Node]:
+        """Returns the nodes in the order in which they were made, which torch's sequence numbers show; leaves last."""
+        return sorted(self.children, key=_sequence_number)
+
+    def wiring(self) -> tuple[int, dict[int, int]]:
+        """Returns a hash of what goes where, and the place of each sequence number among those of the nodes.
+
+        The order in which nodes were made counts, because Python code may choose among results of equal calls, or put
+        them together in another order.
+        """
+        made = self.made
+        places = {node: place for place, node in enumerate(made)}
+        found: list[Any] = []
+        for node in made:
+            found.append(node.name())
+            found += map(places.__getitem__, self.children[node])
+        return hash((*found, *self._numbers)), dict(zip(map(_sequence_number, made), places.values(), strict=True))
 
     def nodes(self) -> Iterator[Node]:
         """Yields all nodes, starting with that of the losses."""
@@ -50,6 +68,11 @@ class Graph:
     def has_scripted_parts(self) -> bool:
         """True if a gradient passes a part that TorchScript has compiled, which cannot be looked into."""
         return any(map(_is_scripted, {*map(type, self.children)}))
+
+    def is_made_by(self, numbers: Collection[int]) -> bool:
+        """True if all nodes but leaves and custom functions have one of these sequence numbers."""
+        others = [node for node in self.children if node._sequence_nr() not in numbers]
+        return all([_is_custom(type(node)) for node in others if node._sequence_nr() != LEAF])
 
     def cast_dtypes(self) -> set[torch.dtype]:
         """Returns the floating-point types that a gradient is cast to on its way."""
@@ -93,6 +116,9 @@ class Graph:
             for child in children:
                 parents.setdefault(child, []).append(node)
         return parents
+
+
+_sequence_number = methodcaller("_sequence_nr")
 
 
 @cache

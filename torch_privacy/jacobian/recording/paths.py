@@ -92,8 +92,16 @@ class RecordedGraph:
     def moves_unseen(self) -> bool:
         """True if the data may have reordered examples where it cannot be seen."""
         program, graph = self.recorder.program, self.graph
-        hides = program.moved_unseen or (program.moved and graph.has_custom_functions())
-        return hides or graph.has_scripted_parts()
+        left = program.moved or self.recorder.tensors.left_torch
+        hides = program.moved_unseen or (left and graph.has_custom_functions())
+        return hides or graph.has_scripted_parts() or (self.recorder.shards is None and self._has_unseen_nodes())
+
+    def _has_unseen_nodes(self) -> bool:
+        """True if code that was not recorded made a node, as TorchScript does; custom functions do not count."""
+        seen: set[int] = set()
+        for step in self.recorder.program.used:
+            seen.update(range(step.first, step.last))
+        return not self.graph.is_made_by(seen)
 
     def names_of(self, weight: Tensor) -> tuple[str, ...]:
         """Returns the names of the parameters that a weight was computed from."""
@@ -225,13 +233,13 @@ def _program(
     the loss or with other parameters trained, may have other layouts or mix examples, so that it must be measured anew.
     """
     numbers: list[int] = []
-    found: list[Any] = [graph.wiring()]
+    wiring, places = graph.wiring()
+    found: list[Any] = [wiring]
     for step in recorder.program.steps():
-        found.append((step.func, without_numbers(step.numbers, numbers) if step.numbers else ()))
+        kept = without_numbers(step.numbers, numbers) if step.numbers else ()
+        found.append((step.func, kept, places.get(step.node)))
     for node in finder.nodes_before(graph):
-        name = node.name()
-        found.append(name)
-        recorder.code.features.add((name, *map(_name, graph.children[node])))
+        recorder.code.features.add((node.name(), *map(_name, graph.children[node])))
     sources = recorder.tensors.sources
     for call in calls:
         found.append(call.op)

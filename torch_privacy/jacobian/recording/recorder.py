@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -54,6 +54,8 @@ from .packed import Packed, keeping_saved, noting_saved
 from .sharded import ShardedTensors
 from .tensors import KnownTensors
 
+_next_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
+
 
 @dataclass(slots=True, eq=False)
 class OpStep:
@@ -64,6 +66,16 @@ class OpStep:
     numbers: tuple  # integers, names and flags
     made_of: list[OpStep]  # the steps that made its arguments, for tensors that no gradient goes back to
     reorders: bool = False  # the data may have determined where entries of the result come from
+    node: int = -1  # sequence number of its result in the graph
+    first: int = field(default_factory=_next_number)  # number of the next node
+    last: int = 0  # the same once it was run
+
+    def note_result(self, result: Tensor) -> None:
+        """Notes which nodes of the graph, if any, the step made: of several results, only some may be used."""
+        node = result.grad_fn
+        if node is not None:
+            self.node = node._sequence_nr()
+        self.last = _next_number()
 
 
 class Program:
@@ -91,6 +103,7 @@ class Program:
         """Adds a step if its result has a gradient; else it is added once the result is used."""
         for t in results:
             if t.requires_grad:
+                step.note_result(t)
                 self.used.append(step)
                 return
         for t in results:
@@ -204,7 +217,11 @@ class Recorder(OpMode):
         if is_transformed():  # the graph will tell what was used
             if traits_.reorders is not False:
                 self.program.note_unseen()
-            return func(*args, **kwargs)
+            self.program.used.append(step := OpStep(func, traits_, numbers, []))
+            out = func(*args, **kwargs)
+            for t in tensors_among((out,)):
+                step.note_result(t)
+            return out
         if traits_.calls_functions and torch.is_grad_enabled():
             if func in COMPOSED:
                 return self._run_op(func, args, kwargs, [], [])
@@ -289,13 +306,17 @@ class Recorder(OpMode):
         self.program.used.append(step)
         run = self._run_and_record if step.func in OPS else self._run_op
         out = run(step.func, args, kwargs, data, weights)
-        self._add_results((out,) if isinstance(out, Tensor) else tensors_among((out,)), with_weights=True)
+        results = (out,) if isinstance(out, Tensor) else tensors_among((out,))
+        if results:
+            step.note_result(results[0])
+        self._add_results(results, with_weights=True)
         return out
 
     def _run_on_data(self, step: OpStep, args: tuple, kwargs: dict) -> Any:
         """Runs an op without parameters, or without a gradient."""
         out = step.func(*args, **kwargs)
         if isinstance(out, Tensor) and out.requires_grad and out.ndim and out.is_floating_point():  # most of them
+            step.note_result(out)
             self.program.used.append(step)
             if self._forwards:
                 self.code.shapes = hash((self.code.shapes, out.shape))
