@@ -3,6 +3,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -178,8 +179,17 @@ def changed(order: Tensor) -> Tensor:
     return (order != CONSECUTIVE).any().expand(len(order), 1)
 
 
+def is_taken(order: Tensor) -> Tensor:
+    """Returns a mask (n·t, n·t) of the token that each place takes, made without a gather."""
+    return order[:, None] == CONSECUTIVE
+
+
 def rolled(h: Tensor, changed: Tensor) -> Tensor:
     return h.roll([int(changed[0, 0])], [0])
+
+
+def rolled_by_bound(h: Tensor, start: Tensor) -> Tensor:
+    return torch.cat([h[start:], h[:start]])
 
 
 def rolled_by_script(h: Tensor, changed: Tensor) -> Tensor:
@@ -216,6 +226,15 @@ REORDERINGS = {
     "product": lambda h, order: torch.einsum("ab,bd->ad", F.one_hot(order).to(h.dtype), h),
     "mask": lambda h, order: (F.one_hot(order).to(h.dtype)[:, :, None] * h).sum(1),
     "choice": lambda h, order: torch.where((order == CONSECUTIVE).all(), h, h.flip(0)),
+    "layer": lambda h, order: F.linear(F.one_hot(order).to(h.dtype), h.t()),
+    "attention": lambda h, order: F.scaled_dot_product_attention(h[None], h[None], h[None], is_taken(order)[None])[0],
+    "solution": lambda h, order: torch.linalg.solve(is_taken(order).t().to(h.dtype), h),
+    "bags": lambda h, order: F.embedding_bag(order[:, None], h, mode="sum"),
+    "inner function": lambda h, order: torch.ops.aten.index.Tensor(h, [order]),
+    "numpy": lambda h, order: h[order.numpy()],
+    "range": lambda h, order: h[range(len(h))[:: 1 - 2 * bool(changed(order)[0, 0])]],
+    "numpy numbers": lambda h, order: h.roll(np.int64(changed(order)[0, 0].item()), 0),
+    "tensors as bounds": lambda h, order: rolled_by_bound(h, changed(order)[0, 0].long()),
     "one of two": lambda h, order: (h.roll(0, 0), h.roll(1, 0))[bool(changed(order)[0, 0])],
     "one of two kinds": lambda h, order: (h * 1, h.flip(0))[bool(changed(order)[0, 0])],
     "halves": lambda h, order: torch.vstack(torch.vsplit(h, 2)[:: 1 - 2 * bool(changed(order)[0, 0])]),

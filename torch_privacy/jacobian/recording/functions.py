@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._ops import HigherOrderOperator
 
 
@@ -38,13 +40,28 @@ _REORDERING = {
     *("index_select", "index_add", "index_copy", "index_put", "gather", "take", "take_along_dim", "masked_select"),
     *("scatter", "scatter_add", "scatter_reduce", "sort", "topk", "repeat_interleave", "unique", "nonzero"),
     *("index_reduce", "segment_reduce", "masked_scatter", "put", "argsort", "argwhere", "msort", "unique_consecutive"),
-    *("_pack_padded_sequence", "_pad_packed_sequence"),
+    *("pack_padded_sequence", "pad_packed_sequence", "kthvalue", "embedding_bag"),
 }
-# Products in which one operand may determine where rows of the other go, as a graph's adjacency matrix does.
+# Functions that keep every entry at its place, or in its row: data without a gradient only weigh or leave out entries.
+_ENTRYWISE = {
+    *("add", "sub", "mul", "div", "truediv", "floordiv", "pow", "mod", "multiply", "divide", "true_divide", "subtract"),
+    *("radd", "rsub", "rmul", "rdiv", "rtruediv", "rfloordiv", "rpow", "rmod", "iadd", "isub", "imul", "idiv", "ipow"),
+    *("itruediv", "ifloordiv", "float_power", "floor_divide", "fmod", "remainder", "copy", "where", "masked_fill"),
+    *("maximum", "minimum", "max", "min", "fmax", "fmin", "clamp", "clip", "clamp_min", "clamp_max", "lerp", "addcmul"),
+    *("addcdiv", "atan2", "arctan2", "hypot", "copysign", "xlogy", "logaddexp", "logaddexp2", "heaviside", "prelu"),
+    *("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "broadcast_tensors"),
+    *("layer_norm", "group_norm", "rms_norm", "instance_norm", "batch_norm", "normalize", "lstm", "gru", "rnn_tanh"),
+    *("rnn_relu", "eq", "ne", "lt", "le", "gt", "ge", "cosine_similarity", "pairwise_distance"),
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"),
+    *("binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss", "gaussian_nll_loss", "ctc_loss"),
+    *("margin_ranking_loss", "hinge_embedding_loss", "cosine_embedding_loss", "soft_margin_loss", "multi_margin_loss"),
+    *("multilabel_margin_loss", "multilabel_soft_margin_loss", "triplet_margin_loss", "cross_entropy_loss"),
+    *("triplet_margin_with_distance_loss", "nll_loss_nd"),
+    "multi_head_attention_forward",  # what it is composed of is recorded
+}
+# Products of two matrices, one of which may determine where rows of the other go, as a graph's adjacency matrix does.
 _OF_MATRICES = {torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm}
-_OF_MATRICES |= {torch.sparse.mm}
-_PRODUCTS = {*_OF_MATRICES, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm}
-_PRODUCTS |= {torch.einsum, torch.functional.einsum, torch.tensordot, torch.functional.tensordot}
+_OF_MATRICES |= {torch.sparse.mm, torch.inner, Tensor.inner, F.linear}
 # Functions by which data leave torch; they may come back in any form.
 LEAVING = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
 _METADATA = {
@@ -87,6 +104,8 @@ def sorted_out(values: tuple) -> tuple[list[Tensor], tuple, bool]:
             numbers += numbers_in((value,))
         else:
             others = True
+            if isinstance(value, (Integral, range)):
+                numbers += numbers_in((value,))
     return tensors, tuple(numbers), others
 
 
@@ -110,6 +129,7 @@ class Traits:
     like_second: bool  # uses only shape or type of its second tensor
     like_first: bool  # uses only type and device of its first
     in_place: bool
+    entrywise: bool  # keeps entries of a tensor with a gradient where they are, or in their row
     leaves_torch: bool  # gives the data to numpy or Python
     calls_functions: bool  # calls functions among its arguments, as torch.cond does
     reorders: bool | None  # may reorder examples as the data say; None if that depends on the arguments
@@ -118,16 +138,22 @@ class Traits:
 @cache
 def traits(func: Callable) -> Traits:
     """Returns the traits of a function; called on every call of it, and so cached."""
-    depends = func in (Tensor.__getitem__, Tensor.__setitem__, F.embedding) or func in _PRODUCTS
+    depends = func in (Tensor.__getitem__, Tensor.__setitem__, F.embedding)
     return Traits(
         metadata=func in _METADATA,
         like_second=func in LIKE,
         like_first=func in NEW,
         in_place=changes_in_place(func),
+        entrywise=_base_name(func) in _ENTRYWISE,
         leaves_torch=func in LEAVING,
         calls_functions=isinstance(func, HigherOrderOperator),
-        reorders=None if depends else getattr(func, "__name__", "").rstrip("_") in _REORDERING,
+        reorders=None if depends else _base_name(func) in _REORDERING,
     )
+
+
+def _base_name(func: Callable) -> str:
+    """Returns a function's name without underscores around it, and without an overload's name."""
+    return getattr(func, "__name__", "").split(".")[0].strip("_")
 
 
 @cache
@@ -187,23 +213,40 @@ def looks_up_examples(func: Callable, args: tuple) -> bool:
 
 
 def may_reorder(func: Callable, args: tuple, data: Sequence[Tensor]) -> bool:
-    """True if the function may reorder examples as its data say, so that known layouts must be confirmed."""
-    reorders = traits(func).reorders
+    """True if the function may reorder examples as its data say, so that known layouts must be confirmed.
+
+    Data without a gradient may do so in any function but those that keep entries at their places.
+    """
+    kind = traits(func)
+    reorders = kind.reorders
     if reorders is None:
         reorders = _may_reorder(func, args, data)
-    return reorders or (len(data) > 1 and _spreads(data))
+    if reorders or len(data) < 2:
+        return reorders
+    differentiable = [t.requires_grad for t in data]
+    if all(differentiable):
+        return func in _OF_MATRICES and all([t.ndim == 2 for t in data])
+    if not any(differentiable):
+        return False
+    if func is F.scaled_dot_product_attention and all(differentiable[:-1]):
+        query, mask = data[0].shape, data[-1].shape  # a mask of each example leaves the examples apart
+        return len(mask) < len(query) or mask[0] != query[0] or mask[0] == 1
+    return not kind.entrywise or _spreads(data)
 
 
 def _may_reorder(func: Callable, args: tuple, data: Sequence[Tensor]) -> bool:
     """Answers for the functions that depend on their arguments."""
-    if func in _PRODUCTS:
-        differentiable = [t.requires_grad for t in data]
-        matrices = all(any(arg is tensor and arg.ndim == 2 for tensor in data) for arg in args[:2])
-        return (any(differentiable) and not all(differentiable)) or (func in _OF_MATRICES and matrices)
     if func is F.embedding:
         return len(args) < 2 or args[1].requires_grad  # a gather among activations; by keyword it may be one
     keys = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return any(isinstance(key, Tensor) for key in keys)
+    return not all(map(_is_written_out, keys))
+
+
+def _is_written_out(key: Any) -> bool:
+    """True if `numbers_in` an index has all of it, as it does of integers and slices, but not of arrays."""
+    if isinstance(key, (list, tuple)):
+        return all(map(_is_written_out, key))
+    return key is None or key is Ellipsis or isinstance(key, (Integral, range, slice))
 
 
 def _spreads(data: Sequence[Tensor]) -> bool:
@@ -213,8 +256,6 @@ def _spreads(data: Sequence[Tensor]) -> bool:
     chooses between two orders of all examples.
     """
     masks = [t.shape for t in data if not t.requires_grad]
-    if not masks or len(masks) == len(data):
-        return False
     if any([mask.numel() == 1 for mask in masks]):
         return True
     for t in data:
@@ -245,7 +286,7 @@ def _is_number(key: Any) -> bool:
 
 
 def numbers_in(values: Iterable[Any]) -> tuple:
-    """Returns the integers, names and None among arguments, including those in lists and slices."""
+    """Returns the integers, names and None among arguments, including those in lists, ranges and slices."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -253,10 +294,19 @@ def numbers_in(values: Iterable[Any]) -> tuple:
         if value is None or value is Ellipsis or isinstance(value, (int, str)):
             found.append(value)
         elif isinstance(value, slice):
-            found.append(numbers_in((value.start, value.stop, value.step)))
+            found.append(numbers_in([*map(_bound, (value.start, value.stop, value.step))]))
         elif isinstance(value, (list, tuple)):
             found.append(numbers_in(value))
+        elif isinstance(value, range):
+            found.append((value.start, value.stop, value.step))
+        elif isinstance(value, Integral):  # of numpy
+            found.append(int(value))
     return tuple(found)
+
+
+def _bound(value: Any) -> Any:
+    """Returns a slice's bound as an integer if it is a tensor, which torch reads, too."""
+    return int(value) if isinstance(value, Tensor) and not is_functorch_wrapped_tensor(value) else value
 
 
 def without_numbers(values: tuple, found: list[int]) -> tuple:
