@@ -226,6 +226,12 @@ REORDERINGS = {
     "product": lambda h, order: torch.einsum("ab,bd->ad", F.one_hot(order).to(h.dtype), h),
     "mask": lambda h, order: (F.one_hot(order).to(h.dtype)[:, :, None] * h).sum(1),
     "choice": lambda h, order: torch.where((order == CONSECUTIVE).all(), h, h.flip(0)),
+    "choice of each": lambda h, order: torch.where(changed(order), h.flip(0), h),
+    "weights": lambda h, order: h.flip(0) * changed(order) + h * ~changed(order),
+    "number": lambda h, order: torch.lerp(h, h.flip(0), float(changed(order)[0, 0])),
+    "maximum": lambda h, order: torch.maximum(h - 1e6 * changed(order), h.flip(0) - 1e6 * ~changed(order)),
+    "copies": lambda h, order: (F.one_hot(order)[:, :, None] * h.expand(len(h), -1, -1)).sum(1),
+    "repeated": lambda h, order: (F.one_hot(order)[:, :, None] * h.repeat(len(h), 1, 1)).sum(1),
     "layer": lambda h, order: F.linear(F.one_hot(order).to(h.dtype), h.t()),
     "attention": lambda h, order: F.scaled_dot_product_attention(h[None], h[None], h[None], is_taken(order)[None])[0],
     "solution": lambda h, order: torch.linalg.solve(is_taken(order).t().to(h.dtype), h),
@@ -277,6 +283,21 @@ def test_an_order_made_in_numpy_in_a_custom_function_is_noticed():
     for _ in range(PROOFS + 1):
         clipped(model, layouts, torch.randn(N, T, 3), torch.arange(N))
     assert_exact(model, layouts, torch.randn(N, T, 3), torch.arange(N).flip(0))
+
+
+def test_a_closed_branch_takes_no_additional_backward_while_it_is_closed(monkeypatch):
+    """Once the data open it, the batch is measured, and the branch is known from then on."""
+    model, layouts = Model(lambda h, opens: h + opens * h.cos().sin()), Counted()
+    count, measured = backwards_through(model, monkeypatch), []
+    closed, opened = torch.zeros(N, 1, 1), torch.ones(N, 1, 1)
+    for number, opens in enumerate([closed] * 4 + [opened] * 3 + [closed, opened]):
+        x = torch.randn(N, T, 3)
+        rows = oracle(model, x, opens)
+        count.clear()
+        torch.testing.assert_close(flat(clipped(model, layouts, x, opens), 0), clipped_rows(rows))
+        assert len(count) == 1 or number < PROOFS or number == 4
+        measured.append(layouts.measured)
+    assert measured == [0] * 4 + [1] * 5
 
 
 class Dropped(nn.Module):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -13,16 +13,25 @@ import torch
 from torch import Tensor
 
 from ...ops import AnyLayout, Layout
-from ..recording.backward import backward_into
+from ..recording.backward import OpenNodes, backward_into
 from ..recording.calls import Call
 from ..recording.paths import RecordedGraph
 from ..rows.check import ProjectedSum, RowCheck
 from ..rows.plan import Memory, MemoryBudget
 from ..rows.streamed_sum import SumRequest
 from .codes import Rounding, fresh_generator
-from .known import SPOT_CHECK, CallKind, Layouts, kind_of_call
+from .known import SPOT_CHECK, CallKind, Layouts, PathTaken, kind_of_call
 from .measure import Measurement
-from .predict import Disagreement, Expected, FoundLayouts, Irregular, Options, Prediction, ProvenLayouts
+from .predict import (
+    Disagreement,
+    Expected,
+    FoundLayouts,
+    GuardedLayouts,
+    Irregular,
+    Options,
+    Prediction,
+    ProvenLayouts,
+)
 
 
 class Certainty(Enum):
@@ -42,6 +51,7 @@ class LayoutClaim:
         options: the layouts that each of these may have.
         guessed: True if no earlier batch had these layouts.
         known: proven layouts: of all places, or those of the calls, which follow if the claim about the cuts holds.
+        closed: numbers of the nodes that must have no gradient for these to hold.
     """
 
     state: Certainty
@@ -49,12 +59,13 @@ class LayoutClaim:
     options: Sequence[Options] = ()
     guessed: bool = False
     known: Sequence[Layout] | None = None
+    closed: frozenset[int] = frozenset()
 
     def numbers(self) -> list[int]:
         """Returns what determines the backwards that the claim leads to."""
         irregular = any(isinstance(options[0], Irregular) for options in self.options)
         states = [self.state is state for state in Certainty]
-        return [*states, len(self.places), irregular, self.guessed, self.known is not None]
+        return [*states, len(self.places), irregular, self.guessed, self.known is not None, bool(self.closed)]
 
 
 UNKNOWN = LayoutClaim(Certainty.UNKNOWN)
@@ -77,6 +88,7 @@ class LayoutFinder:
         self._peers = reached.ranks.peers
         self._memory = Memory(layouts, reached)
         self.measured = False
+        self._nodes = OpenNodes(())
         self._native: ProjectedSum | None = None  # if a coded backward also served to check the rows
         self._is_doubted = False
 
@@ -137,13 +149,14 @@ class LayoutFinder:
         places, names_of = reached.places, reached.names_of
         known = layouts.recall(reached.path, places, n)
         if known is not None:
-            unseen = n > 1 and reached.moves_unseen
+            unseen, closed = n > 1 and reached.moves_unseen, layouts.closed(reached.path, n)
             if n == 1 or not (unseen or reached.cuts):
-                return LayoutClaim(Certainty.PROVEN, places, known=known)
+                return LayoutClaim(Certainty.PROVEN, places, known=known, closed=frozenset() if n == 1 else closed)
             of_calls = known[: len(reached.calls)]
             if unseen or not reached.cuts_are_near():
                 return LayoutClaim(Certainty.EXPECTED, reached.calls, _alone(of_calls))
-            return LayoutClaim(Certainty.EXPECTED, reached.cuts, _alone(known[len(of_calls) :]), known=of_calls)
+            of_cuts = _alone(known[len(of_calls) :])
+            return LayoutClaim(Certainty.EXPECTED, reached.cuts, of_cuts, known=of_calls, closed=closed)
         for some in (places, reached.calls):
             expected = layouts.expect(some, names_of, n)
             if expected is not None:
@@ -158,19 +171,28 @@ class LayoutFinder:
         if claim.state is Certainty.PROVEN:
             assert claim.known is not None
             if self._holds_on_spot_check(claim.known):
-                return self._proven(claim.known)
+                return self._while_closed(claim.known, claim.closed)
         elif claim.state is Certainty.EXPECTED:
             prediction = self._predict(claim)
             if claim.known is None and self._may_confirm_later():
                 return prediction
             layouts = self._confirm(prediction)
             if layouts is not None:
-                return self._proven(layouts if claim.known is None else claim.known)
+                return self._proven(layouts) if claim.known is None else self._while_closed(claim.known, claim.closed)
         return self._measure()
 
     def _proven(self, layouts: Sequence[AnyLayout]) -> ProvenLayouts:
         calls = self._reached.calls
         return ProvenLayouts(calls, layouts[: len(calls)])
+
+    def _while_closed(self, known: Sequence[Layout], closed: Set[int]) -> FoundLayouts:
+        """Returns the layouts of the calls, which hold while some nodes have no gradient: the rows' backward checks."""
+        if not closed:
+            return self._proven(known)
+        calls, made = self._reached.calls, self._reached.graph.made
+        if self._peers.size == 1 and self._may_confirm_later():
+            return GuardedLayouts(calls, known, [made[number] for number in sorted(closed)])
+        return self._found(LayoutClaim(Certainty.EXPECTED, calls, _alone(known[: len(calls)])))
 
     def _holds_on_spot_check(self, known: Sequence[AnyLayout]) -> bool:
         """True unless a random part of the calls was measured again, and differs."""
@@ -209,12 +231,14 @@ class LayoutFinder:
 
         due = claim.known is None and request.verify and request.merging is None and not self._are_verified()
         native = ProjectedSum(reached.parts, prediction.coded[0], reached.leaves) if due else None
+        self._nodes = OpenNodes(reached.graph.nodes())
         for k, coded in enumerate(prediction.coded):
             sink = _CodedSink(prediction, k, add_least if is_new and k == 0 else None)
             reads = native if k == 0 else None
             with nullcontext() if reads is None else reads.watching(reached.losses):
                 leaves = () if reads is None else reads.leaves
                 backward_into(sink, reached, places, coded, retain_graph=True, leaves=leaves)
+            self._nodes.stop()
         self._native = native
         if is_new:
             self._memory.note(least)
@@ -236,7 +260,15 @@ class LayoutFinder:
         if isinstance(found, Prediction):
             places = self._reached.places
             if len(found.places) == len(places) and found.teaches:
-                self._layouts.note_confirmed(self._reached.path, places, found.expected, self._reached.names_of)
+                self._layouts.note_confirmed(self._path_taken(), places, found.expected, self._reached.names_of)
+
+    def _path_taken(self) -> PathTaken | None:
+        """Returns the path, and what this batch did not show of it; None if it shows only which copies it took."""
+        if self._peers.any(self._nodes.copies_are_closed()):
+            return None
+        closed = self._nodes.closed()
+        numbers = [number for number, node in enumerate(self._reached.graph.made) if node in closed] if closed else []
+        return PathTaken(self._reached.path, frozenset(numbers))
 
     def _measurement(self) -> Measurement:
         reached, n = self._reached, self._reached.num_losses
@@ -257,8 +289,10 @@ class LayoutFinder:
             nonlocal least
             least += memory.least_bytes(places[number], b, layout)
 
+        self._nodes = OpenNodes(reached.graph.nodes())
         layouts = self._layouts.measure(reached.path, measurement, memory.portions(), add_least)
-        self._layouts.learn(reached.path, measurement, reached.names_of)
+        self._nodes.stop()
+        self._layouts.learn(self._path_taken(), measurement, reached.names_of)
         memory.note(least)
         return self._proven(layouts)
 

@@ -42,6 +42,14 @@ Sizes = tuple[int, tuple[int, ...]]  # size of a batch, and the integers among t
 
 
 @dataclass(frozen=True)
+class PathTaken:
+    """The path of a batch, and the numbers of the graph's nodes that had no gradient: behind these nothing is known."""
+
+    number: int
+    closed: frozenset[int]
+
+
+@dataclass(frozen=True)
 class Footprint:
     """Bytes that a batch needs on a path. Only what grows with the batch counts, so that one batch predicts others."""
 
@@ -63,6 +71,7 @@ class Layouts:
     def __init__(self) -> None:
         # The second part of a key is true for what batches of one have shown, false for larger ones.
         self._proofs: dict[tuple[int, bool], tuple[list[Kind], int]] = {}
+        self._closed: dict[tuple[int, bool], frozenset[int]] = {}  # see ``closed``
         self._by_call: dict[tuple[tuple, bool], tuple[Kind, int]] = {}
         self._batches: Counter[bool] = Counter()
         self._verified: Counter[tuple[tuple, bool]] = Counter()
@@ -98,6 +107,7 @@ class Layouts:
     def _forget(self, path: int) -> None:
         for is_one in (True, False):
             self._proofs.pop((path, is_one), None)
+            self._closed.pop((path, is_one), None)
             self._footprints.pop((path, is_one), None)
 
     # What is known
@@ -127,6 +137,13 @@ class Layouts:
                 regular = [layout for layout in recalled if isinstance(layout, Layout)]
                 return regular if len(regular) == len(recalled) else None
         return None
+
+    def closed(self, path: int, n: int) -> frozenset[int]:
+        """Returns the numbers of the nodes that had no gradient in any batch that proved this path."""
+        for key in relevant_keys(n):
+            if self._proofs.get((path, key), ([], 0))[1] >= PROOFS:
+                return self._closed[path, key]
+        return frozenset()
 
     def expect(self, calls: Sequence[Call], names_of: NamesOf, n: int) -> list[Expected] | None:
         """Returns the layout that every call has had on any path so far, to be confirmed; None unless all are known."""
@@ -179,8 +196,11 @@ class Layouts:
             measurement.run(portion, on_layout)
         return [measurement.options[number][0] for number in range(len(measurement.calls))]
 
-    def learn(self, path: int, measurement: Measurement, names_of: NamesOf) -> None:
-        """Counts a batch that leaves no doubt as a proof; a layout that differs from before restarts the count."""
+    def learn(self, path: PathTaken | None, measurement: Measurement, names_of: NamesOf) -> None:
+        """Counts a batch that leaves no doubt as a proof; a layout that differs from before restarts the count.
+
+        Without a path it proves the layouts of single calls, which every batch must confirm.
+        """
         if measurement.in_doubt:
             return
         is_one, calls = measurement.n == 1, measurement.calls
@@ -188,7 +208,9 @@ class Layouts:
         kinds = [_kind(options[0]) if is_one or len(options) == 1 else None for options in found]
         self._learn(path, calls, kinds, is_one, names_of)
 
-    def note_confirmed(self, path: int, calls: Sequence[Call], layouts: Sequence[Expected], names_of: NamesOf) -> None:
+    def note_confirmed(
+        self, path: PathTaken | None, calls: Sequence[Call], layouts: Sequence[Expected], names_of: NamesOf
+    ) -> None:
         """Counts a batch with a gradient for every example in every call, all of which confirmed these layouts."""
         regular = [layout for layout in layouts if isinstance(layout, Layout)]
         if len(regular) == len(layouts):
@@ -197,7 +219,12 @@ class Layouts:
             self._learn(path, calls, [_kind(layout) for layout in regular], is_one, names_of)
 
     def _learn(
-        self, path: int, calls: Sequence[Call], kinds: Sequence[Kind | None], is_one: bool, names_of: NamesOf
+        self,
+        path: PathTaken | None,
+        calls: Sequence[Call],
+        kinds: Sequence[Kind | None],
+        is_one: bool,
+        names_of: NamesOf,
     ) -> None:
         by_call: dict[tuple, Kind | None] = {}
         for call, kind in zip(calls, kinds, strict=True):
@@ -208,12 +235,15 @@ class Layouts:
                 before, count = self._by_call.get((key, is_one), (kind, 0))
                 self._by_call[key, is_one] = kind, count + 1 if before == kind else 1
         regular = [kind for kind in kinds if kind is not None and kind[1] != IRREGULAR]
-        if len(regular) == len(kinds):  # if the data determine a layout, the path does not
+        if path is not None and len(regular) == len(kinds):  # if the data determine a layout, the path does not
             self._prove(path, is_one, regular)
 
-    def _prove(self, path: int, is_one: bool, kinds: list[Kind]) -> None:
-        before, count = self._proofs.get((path, is_one), (kinds, 0))
-        self._proofs[path, is_one] = (kinds, count + 1 if before == kinds else 1)
+    def _prove(self, path: PathTaken, is_one: bool, kinds: list[Kind]) -> None:
+        key = path.number, is_one
+        before, count = self._proofs.get(key, (kinds, 0))
+        is_known = bool(count) and before == kinds
+        self._proofs[key] = kinds, count + 1 if is_known else 1
+        self._closed[key] = self._closed[key] & path.closed if is_known else path.closed
 
 
 def relevant_keys(n: int) -> tuple[bool, ...]:

@@ -17,17 +17,19 @@ a known path gets a spot check, which measures with every digit that is needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from ...ops import AnyLayout, Layout, Ragged
 from ...ops._base import is_half
 from ..parallel.agreement import ALONE, Peers
+from ..recording.backward import OpenNodes
 from .codes import Codes, Rounding, system_seed
 from .fit import entries, in_pieces, length
 
@@ -84,6 +86,23 @@ class ProvenLayouts:
 
     def conclude(self) -> None:
         pass
+
+
+class GuardedLayouts:
+    """Layouts that hold while some nodes of the graph have no gradient, as in all batches that proved them."""
+
+    may_fail = True
+
+    def __init__(self, places: Sequence[Call], layouts: Sequence[AnyLayout], nodes: Iterable[Node]):
+        self.places, self._layouts, self._nodes = places, layouts, OpenNodes(nodes)
+
+    def layout(self, number: int, b: Tensor) -> AnyLayout:
+        return self._layouts[number]
+
+    def conclude(self) -> None:
+        self._nodes.stop()
+        if self._nodes.any_open():
+            raise Disagreement
 
 
 class Prediction:

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
+from ..parallel.shards import on_this_rank
 from .calls import Call
 from .paths import RecordedGraph
 
@@ -84,3 +87,69 @@ def gradients_at(reached: RecordedGraph, places: Sequence[Call], cotangent: Tens
     with reached.running_again():
         found = torch.autograd.grad(reached.losses, edges, cotangent, retain_graph=True, allow_unused=True)
     return [place.output.gradient(g, reached.losses) for place, g in zip(places, found, strict=True)]
+
+
+class OpenNodes:
+    """Notes which nodes of a graph pass on a gradient that is not zero.
+
+    A closed node shows nothing of where the examples are behind it: the data may have closed a branch, by a mask or a
+    maximum, that they open later. So may they open other copies of a tensor that an op repeats.
+
+    Args:
+        nodes: to watch from now on, until ``stop``.
+    """
+
+    def __init__(self, nodes: Iterable[Node]):
+        self._flags: dict[Node, list[Tensor]] = {}  # of the nodes met: whether gradients have entries that are not zero
+        self._open: set[Node] = set()
+        self._partly: list[Tensor] = []  # whether some copies of a tensor, but not all, have a gradient
+        self._handles = [node.register_prehook(self._noting(node)) for node in nodes]
+
+    def stop(self) -> None:
+        """Stops watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def closed(self) -> set[Node]:
+        """Returns the nodes that a backward came to without any gradient."""
+        self._open |= {node for node, flags in self._flags.items() if any(map(bool, flags))}
+        return self._flags.keys() - self._open
+
+    def any_open(self) -> bool:
+        """True if some node had a gradient."""
+        return len(self.closed()) < len(self._flags)
+
+    def copies_are_closed(self) -> bool:
+        """True if only some copies of a repeated tensor had a gradient, as where a mask selects one of them."""
+        return any(map(bool, self._partly))
+
+    def _noting(self, node: Node) -> Callable[[tuple], None]:
+        def note(gradients: tuple[Tensor | None, ...]) -> None:
+            flags = self._flags.setdefault(node, [])
+            for g in [on_this_rank(g) for g in gradients if g is not None]:
+                if g.layout is torch.strided and not g.is_nested:
+                    flags.append(g.detach().any())
+                    if type(node).__name__ in _REPEATING:
+                        self._partly.append(_some_copies(g.detach() != 0, node))
+                else:
+                    self._open.add(node)
+
+        return note
+
+
+_REPEATING = {"ExpandBackward0": "_saved_self_sym_sizes", "RepeatBackward0": "_saved_repeats"}
+
+
+def _some_copies(has: Tensor, node: Node) -> Tensor:
+    """Returns whether some copies, but not all, of a row that a node repeats have a gradient; ``has`` of each entry."""
+    name = type(node).__name__
+    numbers = getattr(node, _REPEATING[name])
+    numbers = (1,) * (has.ndim - len(numbers)) + tuple(numbers)
+    if name == "ExpandBackward0":
+        dims = [dim for dim, (before, after) in enumerate(zip(numbers, has.shape, strict=True)) if before < after]
+    else:
+        pairs = [(copies, size // max(1, copies)) for copies, size in zip(numbers, has.shape, strict=True)]
+        has, dims = has.reshape([*chain(*pairs)]), [2 * dim for dim, copies in enumerate(numbers) if copies > 1]
+    rows = has if has.ndim - 1 in dims else has.any(-1, keepdim=True)
+    return (rows.any(dims) & ~rows.all(dims)).any() if dims and has.numel() else has.new_zeros(())
