@@ -278,6 +278,24 @@ def test_changed_layouts_are_noticed_and_measured(how, order, groups):
     torch.testing.assert_close(flat(tape.jacobian(losses).rows(), 1), rows)
 
 
+@pytest.mark.parametrize("how", ["replaced", "written into", "viewed", "made of numbers"])
+def test_a_constant_that_changes_between_batches_may_change_the_order(how):
+    def ordered(h):
+        order = model.order.t().t() if how == "viewed" else model.order
+        return (torch.tensor(order.tolist()) if how == "made of numbers" else order) @ h.flatten(1)
+
+    model, layouts = Model(ordered), Counted()
+    model.last = nn.Linear(5 * T, 4)
+    model.register_buffer("order", torch.eye(N))
+    for _ in range(PROOFS + 1):
+        clipped(model, layouts, torch.randn(N, T, 3))
+    if how == "written into":
+        model.order.copy_(torch.eye(N).flip(0))
+    else:
+        model.order = torch.eye(N).flip(0)
+    assert_exact(model, layouts, torch.randn(N, T, 3))
+
+
 def test_an_order_made_in_numpy_in_a_custom_function_is_noticed():
     model, layouts = Model(lambda h, order: InNumpy.apply(h, order)), Counted()
     for _ in range(PROOFS + 1):

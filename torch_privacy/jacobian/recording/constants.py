@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class FilledTensors:
         self._seen: set[_Kind] = set()  # in the present batch, while its size is not known
         self._shape: tuple[int, ...] = ()  # of the batch's first input
         self._dims = {0}  # dimensions of first inputs that may hold the examples
+        self._stamps: dict[int, tuple[Any, int, str]] = {}  # of constants that last, by id
+        self._numbers = count()
         self._read: dict[int, tuple[Any, int, list[float]]] = {}  # small tensors on other devices
 
     def entries_of(self, tensor: Tensor, *, lasts: bool) -> list[float]:
@@ -54,6 +57,14 @@ class FilledTensors:
             entries = tensor.detach().reshape(-1).tolist()
             self._read[id(tensor)] = weakref.ref(tensor), tensor._version, entries
         return entries
+
+    def stamp(self, tensor: Tensor) -> str:
+        """Returns a name of the tensor as it is now: another one once it was written into, or is another tensor."""
+        alive, version, stamp = self._stamps.get(id(tensor), (None, None, ""))
+        if alive is None or alive() is not tensor or version != tensor._version:
+            stamp = f"constant {next(self._numbers)}"
+            self._stamps[id(tensor)] = weakref.ref(tensor), tensor._version, stamp
+        return stamp
 
     def guess(self, shape: tuple[int, ...]) -> int | None:
         """Returns the size of a batch with a first input of this shape, as earlier batches suggest."""

@@ -231,6 +231,8 @@ class Recorder(OpMode):
         if plain:
             for k, entries in known.read_constants(tensors, data):
                 self.code.note_kinds(k, entries)
+            if not traits_.entrywise:
+                numbers += known.stamps(tensors)
         step = OpStep(func, traits_, numbers, program.makers(tensors) if program.made_by else [])
         if not torch.is_grad_enabled():
             return self._run_without_gradient(step, args, kwargs, tensors, weights, data)
@@ -262,6 +264,7 @@ class Recorder(OpMode):
         constant = base if base is not None and known.is_constant(base) else None
         out = func(*args, **kwargs)
         result = args[0] if in_place else out
+        step.numbers += known.contents(func, out)
         self.program.add(step, tensors_among((result,)))
         if constant is not None:  # constants were written into a part of it
             known.add_constant(constant)

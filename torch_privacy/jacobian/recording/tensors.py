@@ -95,6 +95,21 @@ class KnownTensors:
                 data.append(t)
         return weights, data, plain
 
+    def stamps(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+        """Returns the stamps of the constants that may put examples into another order, as a matrix does."""
+        return tuple([self._filled.stamp(t) for t in tensors if id(t) in self._lasting and self._may_reorder(t)])
+
+    def contents(self, func: Callable, out: Any) -> tuple[str, ...]:
+        """Returns a hash of such a constant's entries if it was made of numbers of Python."""
+        if func not in FROM_PYTHON or not self._may_reorder(out):
+            return ()
+        return (str(hash(tuple(self._filled.entries_of(out, lasts=True)))),)
+
+    def _may_reorder(self, tensor: Tensor) -> bool:
+        """True if at least two of its dimensions may hold the examples."""
+        n = self._num_examples
+        return tensor.ndim > 1 and (not n or sum([size % n == 0 for size in tensor.shape]) > 1)
+
     def source(self, tensor: Tensor) -> WeightSource | None:
         """Returns what a tensor was computed from; None unless it is a source."""
         source = self.sources.get(id(tensor))
