@@ -307,8 +307,8 @@ class Anchors:
         batch = tree_map(lambda t: t.to(there, non_blocking=True) if isinstance(t, Tensor) else t, batch)
         with Tape(tensors.trained, tensors.constants, self._layouts, len(examples)) as tape:
             outputs = _forward(model, batch if isinstance(batch, (Tensor, Mapping)) else batch[0])
-        labels = self._setting.labels(batch, outputs, self._generator("labels", *which))
-        losses = self._setting.loss(outputs, labels)
+            labels = self._setting.labels(batch, outputs, self._generator("labels", *which))
+            losses = self._setting.loss(outputs, labels)
         check_losses(losses)
         if len(losses) != len(examples):
             raise Refused(f"loss returned {len(losses)} losses for {len(examples)} examples; return one for each.")
