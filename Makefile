@@ -21,7 +21,7 @@ help:  ## show this list
 train: $(VENV)/.train  ## train on the Adult data privately, at epsilon 2; ARGS="--epsilon 1" passes options on
 	$(BIN)/torch-privacy train adult $(ARGS)
 
-test: $(VENV)/.test  ## run the tests that judge a change, in about five minutes; DEVICE=cuda: those for a GPU; JOBS=4: more at once
+test: $(VENV)/.test  ## run the tests that judge a change, in about three minutes; DEVICE=cuda: those for a GPU; JOBS=4: more at once
 	$(FAST) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(if $(DEVICE),--device $(DEVICE) )$(ARGS)
 
 thorough: $(VENV)/.test  ## run what `test` leaves out: more cases of the same tests, processes that are killed, slow brackets
