@@ -54,16 +54,17 @@ class ProcessorNormals:
                 unit, values = grid_unit(chunk.scale), memory.values[: chunk.size]
                 noise, indices = self._draw(step, chunk, chunk.scale / unit, memory)
                 pieces = [*map(_on_processor, chunk.pieces)]
-                np.concatenate([*map(Tensor.numpy, pieces)], out=values, casting="same_kind")
+                arrays = [*map(Tensor.numpy, pieces)]
+                np.concatenate(arrays, out=values, casting="same_kind")
                 if len(indices):
                     left.append(_Left(chunk, indices, values[indices]))
                 add_on_grid(values, noise, unit)
                 start = 0
-                for piece, array in zip(chunk.pieces, pieces, strict=True):
-                    array.numpy()[:] = values[start : start + len(array)]
+                for piece, there, array in zip(pieces, chunk.pieces, arrays, strict=True):
+                    array[:] = values[start : start + len(array)]
                     start += len(array)
-                    if array is not piece:
-                        piece.copy_(array)
+                    if piece is not there:
+                        there.copy_(piece)
             self._put_left(step, left)
         self._free.append(memory)
 
