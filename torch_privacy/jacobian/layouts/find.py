@@ -52,6 +52,7 @@ class LayoutClaim:
         guessed: True if no earlier batch had these layouts.
         known: proven layouts: of all places, or those of the calls, which follow if the claim about the cuts holds.
         closed: numbers of the nodes that must have no gradient for these to hold.
+        teaches: True if the batch can still prove something of its path; its nodes are watched then.
     """
 
     state: Certainty
@@ -60,6 +61,7 @@ class LayoutClaim:
     guessed: bool = False
     known: Sequence[Layout] | None = None
     closed: frozenset[int] = frozenset()
+    teaches: bool = True
 
     def numbers(self) -> list[int]:
         """Returns what determines the backwards that the claim leads to."""
@@ -88,7 +90,7 @@ class LayoutFinder:
         self._peers = reached.ranks.peers
         self._memory = Memory(layouts, reached)
         self.measured = False
-        self._nodes = OpenNodes(())
+        self._nodes: OpenNodes | None = None  # watched in a batch that may prove its path
         self._native: ProjectedSum | None = None  # if a coded backward also served to check the rows
         self._is_doubted = False
 
@@ -154,7 +156,7 @@ class LayoutFinder:
                 return LayoutClaim(Certainty.PROVEN, places, known=known, closed=frozenset() if n == 1 else closed)
             of_calls = known[: len(reached.calls)]
             if unseen or not reached.cuts_are_near():
-                return LayoutClaim(Certainty.EXPECTED, reached.calls, _alone(of_calls))
+                return LayoutClaim(Certainty.EXPECTED, reached.calls, _alone(of_calls), teaches=False)
             of_cuts = _alone(known[len(of_calls) :])
             return LayoutClaim(Certainty.EXPECTED, reached.cuts, of_cuts, known=of_calls, closed=closed)
         for some in (places, reached.calls):
@@ -231,14 +233,16 @@ class LayoutFinder:
 
         due = claim.known is None and request.verify and request.merging is None and not self._are_verified()
         native = ProjectedSum(reached.parts, prediction.coded[0], reached.leaves) if due else None
-        self._nodes = OpenNodes(reached.graph.nodes())
+        covers_all = claim.known is None and len(places) == len(reached.places)
+        self._nodes = OpenNodes(reached.graph.nodes()) if claim.teaches and covers_all else None
         for k, coded in enumerate(prediction.coded):
             sink = _CodedSink(prediction, k, add_least if is_new and k == 0 else None)
             reads = native if k == 0 else None
             with nullcontext() if reads is None else reads.watching(reached.losses):
                 leaves = () if reads is None else reads.leaves
                 backward_into(sink, reached, places, coded, retain_graph=True, leaves=leaves)
-            self._nodes.stop()
+            if self._nodes is not None:
+                self._nodes.stop()
         self._native = native
         if is_new:
             self._memory.note(least)
@@ -263,8 +267,11 @@ class LayoutFinder:
                 self._layouts.note_confirmed(self._path_taken(), places, found.expected, self._reached.names_of)
 
     def _path_taken(self) -> PathTaken | None:
-        """Returns the path, and what this batch did not show of it; None if it shows only which copies it took."""
-        if self._peers.any(self._nodes.copies_are_closed()):
+        """Returns the path, and what this batch did not show of it.
+
+        None if its nodes were not watched, or if it shows only which copies it took.
+        """
+        if self._nodes is None or self._peers.any(self._nodes.copies_are_closed()):
             return None
         closed = self._nodes.closed()
         numbers = [number for number, node in enumerate(self._reached.graph.made) if node in closed] if closed else []
@@ -289,9 +296,9 @@ class LayoutFinder:
             nonlocal least
             least += memory.least_bytes(places[number], b, layout)
 
-        self._nodes = OpenNodes(reached.graph.nodes())
+        self._nodes = nodes = OpenNodes(reached.graph.nodes())
         layouts = self._layouts.measure(reached.path, measurement, memory.portions(), add_least)
-        self._nodes.stop()
+        nodes.stop()
         self._layouts.learn(self._path_taken(), measurement, reached.names_of)
         memory.note(least)
         return self._proven(layouts)

@@ -113,7 +113,8 @@ class OpenNodes:
 
     def closed(self) -> set[Node]:
         """Returns the nodes that a backward came to without any gradient."""
-        self._open |= {node for node, flags in self._flags.items() if any(map(bool, flags))}
+        read = iter(_read([flag for flags in self._flags.values() for flag in flags]))
+        self._open |= {node for node, flags in self._flags.items() if any([next(read) for _ in flags])}
         return self._flags.keys() - self._open
 
     def any_open(self) -> bool:
@@ -122,7 +123,7 @@ class OpenNodes:
 
     def copies_are_closed(self) -> bool:
         """True if only some copies of a repeated tensor had a gradient, as where a mask selects one of them."""
-        return any(map(bool, self._partly))
+        return any(_read(self._partly))
 
     def _noting(self, node: Node) -> Callable[[tuple], None]:
         def note(gradients: tuple[Tensor | None, ...]) -> None:
@@ -136,6 +137,18 @@ class OpenNodes:
                     self._open.add(node)
 
         return note
+
+
+def _read(flags: Sequence[Tensor]) -> list[bool]:
+    """Returns the flags as Python has them; the host waits once for each device."""
+    places: dict[torch.device, list[int]] = {}
+    for place, flag in enumerate(flags):
+        places.setdefault(flag.device, []).append(place)
+    found = [False] * len(flags)
+    for there in places.values():
+        for place, value in zip(there, torch.stack([flags[place].bool() for place in there]).tolist(), strict=True):
+            found[place] = value
+    return found
 
 
 _REPEATING = {"ExpandBackward0": "_saved_self_sym_sizes", "RepeatBackward0": "_saved_repeats"}
