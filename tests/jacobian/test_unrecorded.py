@@ -264,6 +264,9 @@ def test_functions_given_to_torch_may_use_parameters_as_arguments_alone():
     captured = Calls(lambda m, x: over_rows(lambda v: (v * m.w,), [x], [])[0], w=w)
     with pytest.raises(tp.Refused, match=r"'map_impl' uses parameter 'w' without an argument"):
         recorded_jacobian(captured, x, losses_of)
+    named = Calls(lambda m, x: over_rows(f=lambda v: (v * m.w,), xs=[x], pos_args=[])[0], w=w)
+    with pytest.raises(tp.Refused, match=r"'map_impl' uses parameter 'w' without an argument"):
+        recorded_jacobian(named, x, losses_of)
 
 
 def test_scripted_code_that_mixes_examples_is_refused():

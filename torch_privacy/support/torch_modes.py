@@ -14,6 +14,8 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
+from .held_state import SIMPLE
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 Change = Callable[[], Callable[[], object] | None]  # returns what undoes it
 
@@ -31,16 +33,13 @@ def tensors_in(tree: Any) -> list[Tensor]:
             stack += value[::-1]
         elif kind is dict:
             stack += [*value.values()][::-1]
-        elif kind not in _SIMPLE:
+        elif kind not in SIMPLE:
             for leaf in tree_leaves(value):
                 if isinstance(leaf, Tensor):
                     found.append(leaf)
                 elif isinstance(leaf, Mapping):  # a kind that the pytree does not know, such as a tokenizer's output
                     found += tensors_in([*leaf.values()])
     return found
-
-
-_SIMPLE = {type(None), int, float, bool, str, bytes}
 
 
 class OpMode(TorchFunctionMode):

@@ -35,11 +35,14 @@ class TakenBranches(OpMode):
             _pop_mode()
 
 
-def watched(func: Callable, args: tuple, known: KnownTensors) -> tuple:
+def watched(func: Callable, args: tuple, kwargs: dict[str, Any], known: KnownTensors) -> tuple[tuple, dict[str, Any]]:
     """Returns arguments in which the functions refuse parameters that are not among the arguments."""
-    mode = _NoParameters(func, {id(t) for t in tree_leaves(args) if isinstance(t, Tensor)}, known)
-    is_called = [callable(arg) and not isinstance(arg, Tensor) for arg in args]
-    return tuple(partial(mode.call, arg) if called else arg for arg, called in zip(args, is_called, strict=True))
+    mode = _NoParameters(func, {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}, known)
+
+    def guarded(arg: Any) -> Any:
+        return partial(mode.call, arg) if callable(arg) and not isinstance(arg, Tensor) else arg
+
+    return tuple(map(guarded, args)), {name: guarded(arg) for name, arg in kwargs.items()}
 
 
 class _NoParameters(TorchFunctionMode):

@@ -225,7 +225,7 @@ class Recorder(OpMode):
         if traits_.calls_functions and torch.is_grad_enabled():
             if func in COMPOSED:
                 return self._run_op(func, args, kwargs, [], [])
-            args = watched(func, args, self.tensors)
+            args, kwargs = watched(func, args, kwargs, self.tensors)
         known, program = self.tensors, self.program
         weights, data, plain = known.classify(tensors)
         if plain:
