@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts known from earlier batches are confirmed on each batch, or measured again; none is guessed."""
 
+import gc
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from torch_privacy.jacobian.layouts.codes import Rounding
 from torch_privacy.jacobian.layouts.find import UNKNOWN, LayoutFinder
 from torch_privacy.jacobian.layouts.known import PROOFS, Layouts, Merging
 from torch_privacy.jacobian.layouts.predict import Disagreement, Prediction
+from torch_privacy.jacobian.recording.backward import OpenNodes
 from torch_privacy.jacobian.recording.calls import Call, Output
 from torch_privacy.jacobian.tape import Tape
 from torch_privacy.ops import Layout
@@ -737,3 +740,15 @@ def test_a_layer_without_a_gradient_is_not_measured():
     for _ in range(PROOFS):
         assert_exact_rows(model, layouts, torch.randn(N, N, 3))
     assert layouts.measured == 0
+
+
+def test_watched_nodes_are_freed_if_their_backward_ends_in_an_error():
+    """Then nothing stops watching: a hook that held its node would keep the batch."""
+    x, factor = torch.ones(3, requires_grad=True), torch.ones(3)
+    alive, losses = weakref.ref(factor), x * factor
+    nodes = OpenNodes([losses.grad_fn])
+    torch.autograd.grad(losses, x, torch.ones(3))
+    assert not nodes.closed()
+    del factor, losses, nodes
+    gc.collect()
+    assert alive() is None

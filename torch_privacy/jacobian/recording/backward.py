@@ -100,10 +100,11 @@ class OpenNodes:
     """
 
     def __init__(self, nodes: Iterable[Node]):
-        self._flags: dict[Node, list[Tensor]] = {}  # of the nodes met: whether gradients have entries that are not zero
-        self._open: set[Node] = set()
+        self._nodes = [*nodes]
+        self._flags: dict[int, list[Tensor]] = {}  # of the nodes met: whether gradients have entries that are not zero
+        self._open: set[int] = set()
         self._partly: list[Tensor] = []  # whether some copies of a tensor, but not all, have a gradient
-        self._handles = [node.register_prehook(self._noting(node)) for node in nodes]
+        self._handles = [node.register_prehook(self._noting(k, node)) for k, node in enumerate(self._nodes)]
 
     def stop(self) -> None:
         """Stops watching."""
@@ -114,8 +115,8 @@ class OpenNodes:
     def closed(self) -> set[Node]:
         """Returns the nodes that a backward came to without any gradient."""
         read = iter(_read([flag for flags in self._flags.values() for flag in flags]))
-        self._open |= {node for node, flags in self._flags.items() if any([next(read) for _ in flags])}
-        return self._flags.keys() - self._open
+        self._open |= {number for number, flags in self._flags.items() if any([next(read) for _ in flags])}
+        return {self._nodes[number] for number in self._flags.keys() - self._open}
 
     def any_open(self) -> bool:
         """True if some node had a gradient."""
@@ -125,16 +126,21 @@ class OpenNodes:
         """True if only some copies of a repeated tensor had a gradient, as where a mask selects one of them."""
         return any(_read(self._partly))
 
-    def _noting(self, node: Node) -> Callable[[tuple], None]:
+    def _noting(self, number: int, node: Node) -> Callable[[tuple], None]:
+        """Returns a hook. It holds no node: after an error it may stay, and would keep the graph."""
+        all_flags, is_open, partly = self._flags, self._open, self._partly
+        name = type(node).__name__
+        copies = tuple(getattr(node, _REPEATING[name])) if name in _REPEATING else None
+
         def note(gradients: tuple[Tensor | None, ...]) -> None:
-            flags = self._flags.setdefault(node, [])
+            flags = all_flags.setdefault(number, [])
             for g in [on_this_rank(g) for g in gradients if g is not None]:
                 if g.layout is torch.strided and not g.is_nested:
                     flags.append(g.detach().any())
-                    if type(node).__name__ in _REPEATING:
-                        self._partly.append(_some_copies(g.detach() != 0, node))
+                    if copies is not None:
+                        partly.append(_some_copies(g.detach() != 0, name, copies))
                 else:
-                    self._open.add(node)
+                    is_open.add(number)
 
         return note
 
@@ -154,11 +160,9 @@ def _read(flags: Sequence[Tensor]) -> list[bool]:
 _REPEATING = {"ExpandBackward0": "_saved_self_sym_sizes", "RepeatBackward0": "_saved_repeats"}
 
 
-def _some_copies(has: Tensor, node: Node) -> Tensor:
+def _some_copies(has: Tensor, name: str, numbers: tuple[int, ...]) -> Tensor:
     """Returns whether some copies, but not all, of a row that a node repeats have a gradient; ``has`` of each entry."""
-    name = type(node).__name__
-    numbers = getattr(node, _REPEATING[name])
-    numbers = (1,) * (has.ndim - len(numbers)) + tuple(numbers)
+    numbers = (1,) * (has.ndim - len(numbers)) + numbers
     if name == "ExpandBackward0":
         dims = [dim for dim, (before, after) in enumerate(zip(numbers, has.shape, strict=True)) if before < after]
     else:
