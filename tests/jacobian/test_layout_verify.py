@@ -20,6 +20,7 @@ from torch_privacy.jacobian.layouts.known import PROOFS, Layouts, Merging
 from torch_privacy.jacobian.layouts.predict import Disagreement, Prediction
 from torch_privacy.jacobian.recording.backward import OpenNodes
 from torch_privacy.jacobian.recording.calls import Call, Output
+from torch_privacy.jacobian.recording.graph import Graph
 from torch_privacy.jacobian.tape import Tape
 from torch_privacy.ops import Layout
 
@@ -744,11 +745,15 @@ def test_a_layer_without_a_gradient_is_not_measured():
 
 def test_watched_nodes_are_freed_if_their_backward_ends_in_an_error():
     """Then nothing stops watching: a hook that held its node would keep the batch."""
-    x, factor = torch.ones(3, requires_grad=True), torch.ones(3)
-    alive, losses = weakref.ref(factor), x * factor
-    nodes = OpenNodes([losses.grad_fn])
-    torch.autograd.grad(losses, x, torch.ones(3))
-    assert not nodes.closed()
-    del factor, losses, nodes
+
+    def watched():
+        x, factor = torch.ones(3, requires_grad=True), torch.ones(3)
+        losses = (x * factor).sin().sum()
+        nodes = OpenNodes(Graph(losses).nodes())
+        torch.autograd.grad(losses, x, retain_graph=True)
+        assert not nodes.closed()
+        return weakref.ref(factor)
+
+    alive = watched()
     gc.collect()
     assert alive() is None
