@@ -54,7 +54,7 @@ class RecordedRun:
                 innermost = modules[-1] if modules else ""
                 is_generic = isinstance(use, ReplayUse | NodeUse)
                 met = ParameterUse(call.op.split("::")[-1], innermost, self._layouts.of(call), is_generic)
-                found |= {name: (*found.get(name, ()), met) for name in self.tape.tensors.names_of(use.weight)}
+                found |= {name: (*found.get(name, ()), met) for name in self.tape.tensors.all_names([use.weight])}
         return found
 
     def plan(self) -> list[PlanRow]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -185,14 +185,15 @@ class DataBudget(Budget):
 
     def allows(self, releases: Releases) -> bool:
         """True if a run with these releases could be reserved now, beside all other runs."""
-        return self._fits(self.state, self._checked(releases))
+        return self.state.with_run(self._checked(releases)).epsilon_high <= self.epsilon
 
     def remaining(self, event: Event, after: Releases = (), most: int = 10**7) -> int:
         """Returns how many releases of an event a run could reserve now, after those; at most ``most``."""
         after, state = list(after), self.state
 
         def excess(number: int) -> float:
-            return log_ratio(self._with(state, self._checked([*after, (event, number)])).epsilon_high, self.epsilon)
+            further = state.with_run(self._checked([*after, (event, number)]))
+            return log_ratio(further.epsilon_high, self.epsilon)
 
         return largest_number(excess, most)
 
@@ -200,7 +201,7 @@ class DataBudget(Budget):
         """Returns bounds on ε of all runs at the budget's δ, with a further run of these releases; the lower is 0."""
         state = self.state
         found = self._checked(releases)
-        return Bracket(0.0, (self._with(state, found) if found else state).epsilon_high)
+        return Bracket(0.0, (state.with_run(found) if found else state).epsilon_high)
 
     def check(self, releases: Releases) -> None:
         """Raises ``Refused``, with what is left, unless a run with these releases fits."""
@@ -344,16 +345,8 @@ class DataBudget(Budget):
         """Returns releases of this unit and relation; refuses others."""
         return checked(str(self.path), self.unit, self.neighboring_relation, releases)
 
-    def _with(self, state: BudgetState, releases: list[tuple[Event, int]]) -> BudgetState:
-        """Returns the state with a further run."""
-        share = None if state.is_open else state.filter.share(releases)
-        return replace(state, runs=[*state.runs, BudgetRun("", "", None, "", releases, share)])
-
-    def _fits(self, state: BudgetState, releases: list[tuple[Event, int]]) -> bool:
-        return self._with(state, releases).epsilon_high <= self.epsilon
-
     def _check_fits(self, state: BudgetState, releases: list[tuple[Event, int]]) -> None:
-        further = self._with(state, releases)
+        further = state.with_run(releases)
         if further.epsilon_high <= self.epsilon:
             return
         how = "" if state.is_open else ", as one that may be chosen from outcomes of earlier runs"

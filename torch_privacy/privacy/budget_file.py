@@ -148,6 +148,11 @@ class BudgetState:
         """Returns the run of this name."""
         return next((run for run in self.runs if run.run == name), None)
 
+    def with_run(self, releases: list[tuple[Event, int]]) -> BudgetState:
+        """Returns the state with a further run of these releases."""
+        share = None if self.is_open else self.filter.share(releases)
+        return replace(self, runs=[*self.runs, BudgetRun("", "", None, "", releases, share)])
+
     def as_json(self) -> dict[str, Any]:
         """Returns the budget and what is drawn from it, for statements and the command."""
         return {

@@ -9,9 +9,9 @@ from .defaults import defaults as defaults
 from .encode import Encoded as Encoded
 from .encode import Encoder as Encoder
 from .foresight import doubt_of as doubt_of
-from .learn import Learnt as Learnt
-from .learn import TableError as TableError
 from .learn import learn as learn
+from .learnt import Learnt as Learnt
+from .learnt import TableError as TableError
 from .model import TableModel as TableModel
 from .model import losses as losses
 from .model import new_model as new_model

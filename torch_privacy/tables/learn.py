@@ -6,8 +6,8 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from ..training.bound_data import reserve
 from .cells import Cells, dates, numbers, read_cells
 from .extra import needed
 from .foresight import doubt_of
+from .learnt import Learnt, TableError
 from .mechanisms import CountNoise, frequent, noisy_counts
 from .price import LearningBudget
 from .ranges import is_unscaled, learn_ranges
@@ -39,40 +40,6 @@ MANY_ERRORS = 4.0  # standard deviations from which on a noisy count is said to 
 TOO_FEW = "has too few rows to learn its bounds at this epsilon"
 KINDS_OF_CELLS = ("missing", "number", "date", "date, month first", "date, day first", "text")
 USE_OF_CELLS = ("missing", "used", "not understood")
-
-
-class TableError(ValueError):
-    """Raised after private learning found nothing that can be trained on; ``releases`` were spent nevertheless.
-
-    ``lines`` are what to write into the schema file instead, as text of TOML.
-    """
-
-    def __init__(self, message: str, releases: Sequence[privacy.Release] = (), lines: str = ""):
-        super().__init__(message)
-        self.releases, self.lines = tuple(releases), lines
-
-
-@dataclass(frozen=True)
-class Learnt:
-    """A complete schema, and the releases that it took. All of it may be published.
-
-    Args:
-        schema: complete.
-        releases: for ``PrivateTraining(prior_releases=...)``.
-        notes: sentences on what was learnt and what is missing.
-        counts: noisy numbers of cells: column -> {"missing", "used", "not understood"} -> number.
-        count_stddev: standard deviation of the noise on each of ``counts``.
-    """
-
-    schema: Schema
-    releases: tuple[privacy.Release, ...]
-    notes: tuple[str, ...]
-    counts: Mapping[str, Mapping[str, int]]
-    count_stddev: float
-
-    def epsilon(self, delta: float) -> float:
-        """Returns the epsilon of all releases of the learning alone, at ``delta``."""
-        return privacy.compose([(release.event, 1) for release in self.releases]).epsilon_high(delta)
 
 
 def learn(

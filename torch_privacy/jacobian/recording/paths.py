@@ -136,7 +136,7 @@ def reach(recorder: Recorder, losses: Tensor, may_miss: Iterable[str], path_of: 
     """
     check_losses(losses)
     tensors, graph = recorder.tensors, Graph(losses)
-    tensors.learn_size(len(losses))
+    tensors.filled.learn(len(losses))
     trained = [*filter(_requires_grad, recorder.parameters.values())]
     leaves = dict(zip(map(id, trained), trained, strict=True))
     finder = CallFinder(recorder.log.calls, leaves, tensors.is_constant)
@@ -162,7 +162,7 @@ def _check_weights(recorder: Recorder, calls: Sequence[Call], unrecorded: Sequen
         for use in call.uses:
             weights[id(use.weight)] = use.weight
     if any(map(Tensor.is_complex, weights.values())):
-        names = [name for weight in weights.values() if weight.is_complex() for name in tensors.names_of(weight)]
+        names = [name for weight in weights.values() if weight.is_complex() for name in tensors.all_names([weight])]
         raise Refused(
             f"tape: parameter {', '.join(map(repr, names))} is complex, which no rule for rows allows. "
             "Keep it as real numbers (..., 2), with torch.view_as_complex(w) in the forward, or freeze it."
@@ -172,7 +172,7 @@ def _check_weights(recorder: Recorder, calls: Sequence[Call], unrecorded: Sequen
     uses = [use for call in unrecorded for use in call.uses]
     written = {id(use.weight): use.weight for use in uses if tensors.source(use.weight) is None}
     if written:
-        names = [tensors.names_of(weight)[0] for weight in written.values()]
+        names = [tensors.all_names([weight])[0] for weight in written.values()]
         raise Refused(
             f"tape: the forward wrote into parameter {', '.join(map(repr, names))}, so that its uses before and after "
             "are of different weights. Change weights after an update only, by "

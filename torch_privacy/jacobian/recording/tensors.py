@@ -68,7 +68,7 @@ class KnownTensors:
         self._lasting = frozenset(self._constants)
         self._made: dict[int, weakref.ref[Tensor]] = {}  # integer tensors among the inputs, or made of data
         self._blank: dict[int, weakref.ref[Tensor]] = {}  # made to be filled, and with a dimension for the examples
-        self._filled, self._num_examples = filled, num_examples
+        self.filled, self._num_examples = filled, num_examples
         self._reads_python = False  # the model was called without tensors, so it makes them of the batch itself
         self.left_torch = False  # data were given to numpy or Python, which may have made integers of them
 
@@ -97,13 +97,13 @@ class KnownTensors:
 
     def stamps(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
         """Returns the stamps of the constants that may put examples into another order, as a matrix does."""
-        return tuple([self._filled.stamp(t) for t in tensors if id(t) in self._lasting and self._may_reorder(t)])
+        return tuple([self.filled.stamp(t) for t in tensors if id(t) in self._lasting and self._may_reorder(t)])
 
     def contents(self, func: Callable, out: Any) -> tuple[str, ...]:
         """Returns a hash of such a constant's entries if it was made of numbers of Python."""
         if func not in FROM_PYTHON or not self._may_reorder(out):
             return ()
-        return (str(hash(tuple(self._filled.entries_of(out, lasts=True)))),)
+        return (str(hash(tuple(self.filled.entries_of(out, lasts=True)))),)
 
     def _may_reorder(self, tensor: Tensor) -> bool:
         """True if at least two of its dimensions may hold the examples."""
@@ -114,10 +114,6 @@ class KnownTensors:
         """Returns what a tensor was computed from; None unless it is a source."""
         source = self.sources.get(id(tensor))
         return source if source is not None and source.version == tensor._version else None
-
-    def names_of(self, source: Tensor) -> tuple[str, ...]:
-        """Returns the names of the parameters that a source was computed from."""
-        return self.sources[id(source)].names
 
     def all_names(self, weights: Sequence[Tensor]) -> tuple[str, ...]:
         """Returns the names of the parameters that these sources were computed from."""
@@ -155,7 +151,7 @@ class KnownTensors:
             if t.requires_grad or t.numel() > FEW or id(t) in self.sources or self._is_made(t):
                 continue
             if not t.ndim or not any([t is other for other in data]):
-                yield k, self._filled.entries_of(t, lasts=id(t) in self._lasting)
+                yield k, self.filled.entries_of(t, lasts=id(t) in self._lasting)
 
     def takes_examples(self, func: Callable, args: tuple, weights: Sequence[Tensor]) -> bool:
         """True if parameters are repeated in a tensor that is made to be filled by examples: it then holds their data.
@@ -181,11 +177,7 @@ class KnownTensors:
         self._reads_python |= not tensors
         self._made.update({id(t): weakref.ref(t) for t in tensors if not t.ndim or not t.is_floating_point()})
         if self._num_examples is None:  # a wrong guess costs time, never exactness
-            self._num_examples = next((self._filled.guess(t.shape) for t in tensors if t.ndim), None)
-
-    def learn_size(self, num_examples: int) -> None:
-        """Remembers the size of the batch for later ones."""
-        self._filled.learn(num_examples)
+            self._num_examples = next((self.filled.guess(t.shape) for t in tensors if t.ndim), None)
 
     def add_made(self, tensor: Tensor) -> None:
         """Adds integers, or a number, that were computed from data: they are no constants."""
@@ -199,7 +191,7 @@ class KnownTensors:
         self, func: Callable, args: tuple, tensors: Sequence[Tensor], weights: Sequence[Tensor], out: Any, result: Any
     ) -> None:
         """Adds what an op on ``tensors``, or a factory, made without data; ``result`` is what it wrote or returned."""
-        filled, n = self._filled, self._num_examples
+        filled, n = self.filled, self._num_examples
         if tensors or filled.makes_constant(func, out, n):
             if not filled.makes_new(func, result, args, n):
                 for tensor in tensors_among((result,)):
@@ -207,7 +199,7 @@ class KnownTensors:
 
     def add_blank(self, func: Callable, out: Any) -> None:
         """Adds a tensor that is made to be filled, if it may have a part for each example."""
-        if self._filled.may_be_filled_by_examples(func, out, self._num_examples):
+        if self.filled.may_be_filled_by_examples(func, out, self._num_examples):
             self._blank[id(out)] = weakref.ref(out)
 
     def add_constant(self, tensor: Tensor) -> None:
@@ -244,7 +236,7 @@ class KnownTensors:
 
     def _is_cached(self, tensor: Tensor) -> bool:
         """True for a constant: no recorded function made it, and it has no part for each example."""
-        if self.left_torch or self._is_made(tensor) or not self._filled.is_cached(tensor, self._num_examples):
+        if self.left_torch or self._is_made(tensor) or not self.filled.is_cached(tensor, self._num_examples):
             return False
         self.add_constant(tensor)
         return True
