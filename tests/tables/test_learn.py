@@ -457,6 +457,8 @@ RANGES = {  # name -> values, the largest part of the width that may be lost or 
     "large": (lambda rng, n: rng.uniform(-1e9, 3e9, n), 0.2),
     "nanoseconds": (lambda rng, n: rng.uniform(1.6e18, 1.7e18, n), 0.4),
     "larger": (lambda rng, n: -rng.uniform(2e14, 5e15, n), 0.2),
+    "concentrations": (lambda rng, n: rng.normal(3e-9, 4e-10, n), 0.4),
+    "masses": (lambda rng, n: rng.uniform(2e-14, 9e-14, n), 0.2),
 }
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-SMALLEST, LARGE, LARGEST = -4, 10, 19  # powers of ten of the sizes that are distinguished
-PER_DECADE, PER_LARGE_DECADE = 40, 10  # below and above the large ones
+SMALLEST, SMALL, LARGE, LARGEST = -15, -4, 10, 19  # powers of ten of the sizes that are distinguished
+PER_DECADE, PER_OUTER_DECADE = 40, 10  # between small and large, and beyond
 FINE_BINS = 64
 STANDS_OUT = (5.0, 4.0)  # standard deviations of the noise, in the first and the second histogram
 WIDTHS = (1, 4, 16, 40)  # numbers of neighboring bins that are looked at together
@@ -28,11 +28,12 @@ Counts = NDArray[Any]  # (bins,): integers, or floats with noise
 def ends_of_numbers(per_decade: int = PER_DECADE) -> Ends:
     """Returns the ends of the first bins of numbers of both signs: one around 0, and one for all beyond 1e19.
 
-    There are 40 in each decade from 1e-4 to 1e10, and 10 up to 1e19, for times in nanoseconds and long identifiers.
+    There are 40 in each decade from 1e-4 to 1e10. There are 10 below, down to 1e-15, for masses and concentrations in
+    their basic units, and above, up to 1e19, for times in nanoseconds and long identifiers.
     """
-    sizes = 10 ** (np.arange(SMALLEST * per_decade, LARGE * per_decade + 1) / per_decade)
-    large = 10 ** (np.arange(LARGE * PER_LARGE_DECADE + 1, LARGEST * PER_LARGE_DECADE + 1) / PER_LARGE_DECADE)
-    sizes = np.concatenate([sizes, large, [10.0 ** (LARGEST + 2)]])
+    decades = [(SMALLEST, SMALL, PER_OUTER_DECADE), (SMALL, LARGE, per_decade), (LARGE, LARGEST, PER_OUTER_DECADE)]
+    parts = [10 ** (np.arange(first * number, last * number) / number) for first, last, number in decades]
+    sizes = np.concatenate([*parts, [10.0**LARGEST, 10.0 ** (LARGEST + 2)]])
     return np.concatenate([-sizes[::-1], sizes])
 
 

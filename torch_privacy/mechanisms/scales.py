@@ -142,8 +142,7 @@ def _log_unit(first: Histogram, limits: tuple[float, float], stddev: float) -> f
     if low < 0 or high <= 0:
         return None
     counts, ends = _within(first, 0.0, high)
-    smallest = 10.0**-4
-    above = counts[ends[:-1] >= smallest], ends[np.flatnonzero(ends >= smallest)]
+    above = counts[ends[:-1] > 0], ends[ends > 0]
     found = standing_out(*above, STANDS_OUT_WITHIN * stddev) if len(above[0]) else None
     if found is None:
         return None

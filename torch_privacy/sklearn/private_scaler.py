@@ -192,8 +192,9 @@ class PrivateScaler(RemembersFits, OneToOneFeatureMixin, TransformerMixin, BaseE
             released.append(noisy.numpy())
             return released[-1]
 
-        # the bins are about sizes from 1e-4 on: in this unit they reach from the largest bound down
-        units = 10.0 ** np.maximum(np.ceil(np.log10(np.maximum(abs(low), abs(high)))) - (SIZES + SMALLEST), -300)
+        # the bins are about sizes from 1e-15 on: in this unit they reach from the largest bound down
+        sizes = np.ceil(np.log10(np.maximum(abs(low), abs(high))))
+        units = 10.0 ** np.clip(sizes - (SIZES + SMALLEST), -300, 300)
         limits = [(float(a), float(b)) for a, b in zip(low / units, high / units, strict=True)]
         columns = {
             j: Numbers(X[:, j].astype(np.float64) / units[j], ends_of_numbers(COARSE), limits[j]) for j in range(d)
