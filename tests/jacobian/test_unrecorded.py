@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that are used where no op is recorded have exact rows, by the nodes that they leave in the graph."""
 
+import subprocess
+import sys
 import warnings
 
 import pytest
 import torch
-import torch._dynamo  # where it is loaded, compiled code runs uncompiled while it is recorded
+import torch._dynamo  # in a test of its own it is loaded by the first compilation
 import torch.nn.functional as F
 from oracle import assert_jacobian_equals_rows, one_backward_per_example, recorded_jacobian
 from parts import Calls, Hidden, losses_of
@@ -254,6 +256,26 @@ def test_branches_of_cond_are_recorded():
         with tp.record(model) as tape:
             losses = losses_of(model, x)
         assert_jacobian_equals_rows(tape.jacobian(losses, verify=True), rows)
+
+
+COMPILES_FIRST = """
+import sys
+import torch
+import torch_privacy as tp
+part, x, usual = torch.nn.Linear(3, 2), torch.randn(4, 3), torch.compile
+assert "torch._dynamo" not in sys.modules
+with tp.record(part) as tape:
+    losses = torch.cond(torch.tensor(True), part, part, (x,)).square().sum(1)
+assert torch.compile is usual and torch._dynamo.eval_frame._stance.stance == "default"
+rows = [torch.autograd.grad(part(row).square().sum(), [*part.parameters()]) for row in x]
+expected = torch.stack([sum(g.square().sum() for g in row) for row in rows])
+torch.testing.assert_close(tape.jacobian(losses).squared_norms(), expected)
+"""
+
+
+@pytest.mark.thorough
+def test_the_first_compilation_of_a_process_runs_uncompiled_while_it_is_recorded():
+    subprocess.run([sys.executable, "-c", COMPILES_FIRST], check=True)
 
 
 def test_functions_given_to_torch_may_use_parameters_as_arguments_alone():

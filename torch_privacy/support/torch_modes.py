@@ -4,7 +4,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, Self, TypeVar
 
@@ -171,9 +171,23 @@ def _set_others_alone() -> Callable[[], object] | None:
     return partial(setattr, parametrize, "_maybe_set", usual)
 
 
-def _run_eagerly() -> Callable[[], object] | None:
-    if "torch._dynamo" not in sys.modules:  # it takes a second to import; before that, nothing is compiled
-        return None
+def _run_eagerly() -> Callable[[], object]:
+    if "torch._dynamo" in sys.modules:
+        return _forced_eager()
+    usual, undo = torch.compile, ExitStack()  # dynamo takes a second to import, which only the first compilation needs
+
+    def compile_eagerly(*args: Any, **kwargs: Any) -> Any:
+        if torch.compile is compile_eagerly:  # still inside
+            torch.compile = usual
+            undo.callback(_forced_eager())
+        return usual(*args, **kwargs)
+
+    undo.callback(lambda: setattr(torch, "compile", usual))
+    torch.compile = compile_eagerly
+    return undo.close
+
+
+def _forced_eager() -> Callable[[], object]:
     return partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
 
 
