@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What private learning of a table's schema ends with: a `Learnt`, or a `TableError`."""
+"""Provides what private learning of a table's schema ends with: a `Learnt`, or a `TableError`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the generator for GPUs, on the CPU: ChaCha20 bit for bit, and its normal numbers."""
 
+import importlib
 import math
+import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -9,8 +12,8 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from scipy import stats
 
-from torch_privacy.mechanisms.noise import Noise, gaussian, generators, grid_unit
-from torch_privacy.mechanisms.noise.chacha import DeviceNormals, box_muller, chacha20
+from torch_privacy.mechanisms.noise import Noise, chacha, gaussian, generators, grid_unit
+from torch_privacy.mechanisms.noise.chacha import DeviceNormals, box_muller, chacha20, state_of
 
 CPU = torch.device("cpu")
 VECTORS = {  # RFC 8439: key, nonce, counter, key stream
@@ -86,6 +89,77 @@ def test_the_upper_half_of_the_block_s_number_follows_the_lower_one():
     assert stream(bytes(32), 1, 2**32 - 2, 4) == reference(bytes(32), 1, 2**32 - 2, 2) + reference(
         bytes(32), 1, 2**32, 2
     )
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The kernel in triton's interpreter, on the CPU."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return importlib.reload(importlib.import_module("torch_privacy.mechanisms.noise.chacha_kernel"))
+
+
+@pytest.mark.parametrize(("step", "first", "count"), [(7, 2**32 - 3, 130), (2**64 - 1, 2**45 + 5, 1), (0, 0, 2)])
+def test_the_words_of_the_kernel_are_those_of_another_implementation(step, first, count, kernel):
+    key, words = bytes(range(100, 132)), torch.zeros(16, count, dtype=torch.int32)
+    kernel.write_words(words, state_of(key, step, first), first)
+    blocks = (reference(key, step, first + block, 1) for block in range(count))
+    assert words.t().numpy().astype("<i4").tobytes() == b"".join(blocks)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", ["i32", "i64"])
+def test_the_kernel_compiles_for_cards_without_one(first, monkeypatch):
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    function = importlib.reload(importlib.import_module("torch_privacy.mechanisms.noise.chacha_kernel"))._kernel
+    types = {**dict.fromkeys(function.arg_names, "i32"), "out": "*i32", "first": first, "SIZE": "constexpr"}
+    for architecture in (80, 90):
+        source = ASTSource(fn=function, signature=types, constexprs={(len(types) - 1,): 128})
+        assert compile(source, target=GPUTarget("cuda", architecture, 32)).asm["cubin"]
+
+
+CARD = torch.device("cuda:0")
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Takes the CPU for a card."""
+    ops = chacha.chacha20
+    monkeypatch.setattr(chacha, "chacha20", lambda key, step, first, count, _: ops(key, step, first, count, CPU))
+    yield chacha.chacha20
+    chacha.words_of.cache_clear()
+
+
+@pytest.mark.parametrize("reason", [None, "its words are not those of ChaCha20", "Failed to find C compiler"])
+def test_a_kernel_is_used_that_gives_the_right_words(reason, card, kernel, monkeypatch):
+    write, empty = kernel.write_words, torch.empty
+
+    def damaged(words, state, first):
+        if reason == "Failed to find C compiler":
+            raise RuntimeError(reason)
+        write(words, state, first)
+        words[3, -1] += reason is not None
+
+    monkeypatch.setattr(kernel, "write_words", damaged)
+    monkeypatch.setattr(torch, "empty", lambda *size, dtype, device: empty(*size, dtype=dtype))
+    assert chacha.words_of(CPU) is card
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = chacha.words_of(CARD)
+        assert found is chacha.words_of(CARD)
+    assert (found is card) == (reason is not None)
+    assert len(warned) == (reason is not None)
+    assert all(reason in str(one.message) for one in warned)
+    asked = bytes(32), 3, 7, 9, CARD
+    assert reason or torch.equal(found(*asked), card(*asked))
+
+
+def test_without_triton_words_are_made_by_ops(card, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_privacy.mechanisms.noise.chacha_kernel", None)
+    assert chacha.words_of(CARD) is card
 
 
 def device_noise(size, stddev=1.0, step=0, dtype=torch.float64):

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes normal numbers on a GPU: ChaCha20 in tensor operations on 32-bit integers, and Box-Muller in float64.
+"""Makes normal numbers on a GPU: ChaCha20 on 32-bit integers, and Box-Muller in float64.
 
-Nothing is copied between host and device, and the host never waits. AES would need tables or bits, ChaCha20 needs sums
-only; Box-Muller needs no choice that depends on a number, as the ziggurat does.
+Nothing is copied between host and device, and the host does not wait, but for the first words of a process. AES would
+need tables or bits, ChaCha20 needs sums only; Box-Muller needs no choice that depends on a number, as the ziggurat
+does.
+
+ChaCha20 is one kernel where triton is installed, as it is with PyTorch for CUDA, and 500 tensor operations elsewhere.
+Integers leave nothing to rounding: both give the same words, and a kernel that does not is not used.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,7 +24,7 @@ from torch import Tensor
 from .chunks import Chunk, Part, chunks_of, copy
 from .grid import add_on_device, grid_unit
 
-CHUNK = 2**21  # numbers computed at a time: enough for a GPU, in about 150 MB
+CHUNK = 2**23  # numbers computed at a time: enough for a GPU, in about 260 MiB
 _CONSTANTS = b"expand 32-byte k"
 _NUMBERS = 8  # normal numbers in a block of 16 words
 
@@ -47,8 +53,13 @@ class DeviceNormals:
     def _draw(self, step: int, chunk: Chunk) -> Tensor:
         first, skip = divmod(chunk.first, _NUMBERS)
         count = (skip + chunk.size + _NUMBERS - 1) // _NUMBERS
-        words = chacha20(self._key, step, first, count, chunk.device)
+        words = words_of(chunk.device)(self._key, step, first, count, chunk.device)
         return box_muller(words.view(-1))[skip : skip + chunk.size]
+
+
+def state_of(key: bytes, step: int, first: int) -> tuple[int, ...]:
+    """Returns the 16 words that block ``first`` begins with, as signed integers."""
+    return struct.unpack("<16i", _CONSTANTS + key + struct.pack("<QQ", first, step))
 
 
 def chacha20(key: bytes, step: int, first: int, count: int, device: torch.device) -> Tensor:
@@ -58,8 +69,7 @@ def chacha20(key: bytes, step: int, first: int, count: int, device: torch.device
     step (8 bytes), in little-endian order.
     """
     state = torch.empty(16, count, dtype=torch.int32, device=device)
-    words = struct.unpack("<16i", _CONSTANTS + key + struct.pack("<QQ", first, step))
-    for row, word in zip(state, words, strict=True):
+    for row, word in zip(state, state_of(key, step, first), strict=True):
         row.fill_(word)
     numbers = torch.arange(first, first + count, dtype=torch.int64, device=device)
     state[12].copy_(numbers)
@@ -71,6 +81,42 @@ def chacha20(key: bytes, step: int, first: int, count: int, device: torch.device
         b, d = _four_quarter_rounds(a, b, c, d)
         b, c, d = b.roll(1, 0), c.roll(2, 0), d.roll(3, 0)
     return torch.cat([a, b, c, d]).add_(state).t().contiguous()
+
+
+Words = Callable[[bytes, int, int, int, torch.device], Tensor]
+
+
+@cache
+def words_of(device: torch.device) -> Words:
+    """Returns what computes the words of `chacha20` on a device: one kernel, or `chacha20` itself.
+
+    The kernel is asked for the words of some blocks first, among them those where the counter overflows.
+    """
+    if device.type != "cuda":
+        return chacha20
+    try:
+        from .chacha_kernel import write_words
+    except ImportError:
+        return chacha20
+
+    def fused(key: bytes, step: int, first: int, count: int, device: torch.device) -> Tensor:
+        words = torch.empty(16, count, dtype=torch.int32, device=device)
+        write_words(words, state_of(key, step, first), first)
+        return words.t().contiguous()
+
+    asked = bytes(range(32)), 2**63 + 5, 2**32 - 100, 300, device
+    try:
+        if torch.equal(fused(*asked), chacha20(*asked)):
+            return fused
+        reason = "its words are not those of ChaCha20"
+    except Exception as error:  # of triton, which needs a C compiler, and a folder for what it compiled
+        reason = f"{type(error).__name__}: {error}"
+    warnings.warn(
+        "PrivateTraining: the fused kernel of triton for the noise cannot be used, so that every two million numbers "
+        f"take 500 more launches. The noise is the same. The reason is: {reason:.500}",
+        stacklevel=2,
+    )
+    return chacha20
 
 
 def _four_quarter_rounds(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Computes ChaCha20's words in one kernel of triton, which PyTorch for GPUs brings with it."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCKS = 128  # of ChaCha20, in one instance of the kernel
+
+_ARGUMENTS = "k0 k1 k2 k3 k4 k5 k6 k7 n0 n1 first count".split()
+
+
+def write_words(words: Tensor, state: tuple[int, ...], first: int) -> None:
+    """Writes blocks ``first``, ``first + 1``, ... to ``words`` (16, count) int32, one block a column.
+
+    Args:
+        words: on the card.
+        state: the 16 words that a block begins with, as signed integers; those of its number are not read.
+        first: number of the first block.
+    """
+    count = words.shape[1]
+    kernel: Any = _kernel
+    with torch.cuda.device_of(words):  # triton launches on the current device
+        kernel[triton.cdiv(count, BLOCKS),](words, *state[4:12], *state[14:], first, count, BLOCKS)
+
+
+@triton.jit
+def _unsigned(word):
+    return word.to(tl.int32).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _quarter(a, b, c, d):
+    a += b
+    d ^= a
+    d = (d << 16) | (d >> 16)
+    c += d
+    b ^= c
+    b = (b << 12) | (b >> 20)
+    a += b
+    d ^= a
+    d = (d << 8) | (d >> 24)
+    c += d
+    b ^= c
+    b = (b << 7) | (b >> 25)
+    return a, b, c, d
+
+
+@triton.jit(do_not_specialize=_ARGUMENTS)  # else it would be compiled again for some keys, steps and places
+def _kernel(out, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, first, count, SIZE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    number = place + first
+    zero = (place * 0).to(tl.uint32)
+    s4, s5, s6, s7 = zero + _unsigned(k0), zero + _unsigned(k1), zero + _unsigned(k2), zero + _unsigned(k3)
+    s8, s9, s10, s11 = zero + _unsigned(k4), zero + _unsigned(k5), zero + _unsigned(k6), zero + _unsigned(k7)
+    s12, s13, s14, s15 = number.to(tl.uint32), (number >> 32).to(tl.uint32), zero + _unsigned(n0), zero + _unsigned(n1)
+    x0, x1, x2, x3 = zero + 0x61707865, zero + 0x3320646E, zero + 0x79622D32, zero + 0x6B206574
+    x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15
+    for _ in range(10):
+        x0, x4, x8, x12 = _quarter(x0, x4, x8, x12)
+        x1, x5, x9, x13 = _quarter(x1, x5, x9, x13)
+        x2, x6, x10, x14 = _quarter(x2, x6, x10, x14)
+        x3, x7, x11, x15 = _quarter(x3, x7, x11, x15)
+        x0, x5, x10, x15 = _quarter(x0, x5, x10, x15)
+        x1, x6, x11, x12 = _quarter(x1, x6, x11, x12)
+        x2, x7, x8, x13 = _quarter(x2, x7, x8, x13)
+        x3, x4, x9, x14 = _quarter(x3, x4, x9, x14)
+    inside = place < count
+    _store(out, place, count, inside, 0, x0 + 0x61707865, x1 + 0x3320646E, x2 + 0x79622D32, x3 + 0x6B206574)
+    _store(out, place, count, inside, 4, x4 + s4, x5 + s5, x6 + s6, x7 + s7)
+    _store(out, place, count, inside, 8, x8 + s8, x9 + s9, x10 + s10, x11 + s11)
+    _store(out, place, count, inside, 12, x12 + s12, x13 + s13, x14 + s14, x15 + s15)
+
+
+@triton.jit
+def _store(out, place, count, inside, row, a, b, c, d):
+    first = out + row * count.to(tl.int64) + place
+    tl.store(first, a.to(tl.int32, bitcast=True), mask=inside)
+    tl.store(first + count, b.to(tl.int32, bitcast=True), mask=inside)
+    tl.store(first + 2 * count.to(tl.int64), c.to(tl.int32, bitcast=True), mask=inside)
+    tl.store(first + 3 * count.to(tl.int64), d.to(tl.int32, bitcast=True), mask=inside)
