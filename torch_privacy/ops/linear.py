@@ -137,7 +137,8 @@ class OuterProducts:
         squares = torch.cat([torch.linalg.vector_norm(factor, dim=2) for factor in (*x, *b)]).square_()
         squares += max([factor.shape[2] for factor in (*x, *b)]) * torch.finfo(squares.dtype).tiny
         of_x, of_b = squares.split(len(squares) // 2)
-        return (of_x * of_b).sum(0)
+        products = of_x.mul_(of_b)
+        return products.sum(0) if len(products) > 1 else products[0]
 
     def weighted_sums(self, c: Tensor, *, frees: bool = False) -> list[tuple[int, Tensor]]:
         """Returns the number of each op with its Jᵀ c; ``frees`` the factors on the way, which answer nothing more."""

@@ -159,6 +159,7 @@ class Batches:
         if self._tensors is not None:
             tensors, subset = self._tensors
             rows = torch.from_numpy(items if subset is None else subset[items])
+            rows = rows.to(tensors[0].device, non_blocking=True)
             return [_rows_of(tensor, rows) for tensor in tensors], None
         with random_numbers_of(request, "collate") as position, drawing(draws, len(items)) as drawn:
             self.drawn = drawn

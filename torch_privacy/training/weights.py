@@ -90,8 +90,10 @@ class WeightMarks:
         return digest.digest()
 
     def look(self, step: int) -> None:
-        """Notes what has changed, for `seen_late`, without reading it; on one device only."""
-        changed = torch.cat([a != b for a, b in zip(self._present_entries(), self._entries, strict=True)])
+        """Notes what has changed, for `seen_late`, without reading it, and remembers it; on one device only."""
+        now = self._present_entries()
+        of_kinds = [a != b for a, b in zip(now, self._entries, strict=True)]
+        changed, self._entries = of_kinds[0] if len(of_kinds) == 1 else torch.cat(of_kinds), now
         first, which = self._late or (torch.full((), -1, device=changed.device), torch.zeros_like(changed))
         is_first = changed.any() & (first < 0)
         self._late = torch.where(is_first, step, first), torch.where(is_first, changed, which)
@@ -245,7 +247,7 @@ class WeightGuard:
             marks.look(steps_made)
             if steps_made % LATE == 0:
                 self._note(*marks.seen_late())
-            marks.renew()
+            marks.renew_versions()
         elif self._note(steps_made, marks.moved()):
             marks.renew()
         else:

@@ -123,13 +123,13 @@ class Jacobian:
 
     def _squared_norms_here(self, wanted: set[str]) -> Tensor:
         """Returns the squared norms (n,) in this rank's parts of the wanted parameters."""
-        total = torch.zeros(self.num_examples, device=self._device, dtype=self._sum_dtype)
         separate, joint = self._split(wanted)
         joined = self._joined
         others = [block for block in separate if id(block) not in joined.ids]
         if joined.blocks and len(others) + len(joined.blocks) == len(separate):
-            total += joined.squared_norms().to(total.device)
-            separate = others
+            total, separate = joined.squared_norms().to(self._device, self._sum_dtype), others
+        else:
+            total = torch.zeros(self.num_examples, device=self._device, dtype=self._sum_dtype)
         for block in separate:
             total += block.first_squared_norms().to(total.device)
         if joint:
