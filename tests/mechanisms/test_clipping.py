@@ -255,6 +255,18 @@ def test_adaptive_finds_the_quantile_of_the_norms(quantile):
     torch.testing.assert_close(rule.clip_norm, norms.quantile(quantile).item(), rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16])
+def test_adaptive_count_moves_by_half_for_many_rows_whatever_the_default_type(default):
+    """As after ``torch.set_default_dtype``, with which large models are made: in bfloat16 the count moved by 4."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        counts = [float(Adaptive(1.0).count(torch.zeros(n, dtype=torch.float32))) for n in range(5990, 6000)]
+    finally:
+        torch.set_default_dtype(before)
+    assert counts == [n / 2 for n in range(5990, 6000)]
+
+
 def test_adaptive_count_moves_by_half_when_added_by_one_when_replaced():
     rule, norms = Adaptive(1.0), torch.tensor([0.5, 1.0, 1.5, math.inf, math.nan])
     assert rule.count(norms) == -0.5

@@ -245,7 +245,7 @@ class ClippedSum(Mechanism):
     def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         complete = sums_or_zeros(sums, parameters)
         if isinstance(self.rule, Adaptive):
-            complete[COUNT] = sums.get(COUNT, torch.zeros(1, device="cpu"))
+            complete[COUNT] = sums.get(COUNT, torch.zeros(1, dtype=torch.float32, device="cpu"))
         return complete
 
     def stddevs(self, names: Iterable[str], noise_multiplier: float) -> dict[str, float]:

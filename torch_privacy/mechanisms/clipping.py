@@ -436,7 +436,8 @@ class Adaptive(ClippingRule):
 
     def count(self, norms: Tensor) -> Tensor:
         """Returns the scalar ``Σᵢ (1[norm <= clip_norm] - 1/2)``, which is secret until noise is added."""
-        return torch.where(norms <= self.clip_norm, 0.5, -0.5).sum()
+        halves = torch.where(norms <= self.clip_norm, 0.5, -0.5)  # of torch's default type, which may be bfloat16
+        return halves.sum(dtype=torch.float32)  # exact, as a sum of 0.5 each, for up to 2^24 norms
 
     def count_sensitivity(self, relation: NeighboringRelation) -> float:
         """Returns the largest change of ``count`` between neighboring data sets."""
