@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import torch_privacy as tp
+from torch_privacy.model_check.rehearsal.row_digests import direction
 from torch_privacy.ops import linear
 
 
@@ -40,3 +41,16 @@ def test_outer_products_that_answer_together_are_exact(stacked, monkeypatch):
         for _ in range(2):  # rows outside of a training answer as often as they are asked
             total = torch.cat([part.flatten() for part in jacobian.weighted_sum(c).values()])
             torch.testing.assert_close(total, c @ rows, rtol=1e-11, atol=1e-12)
+
+
+def test_products_with_a_direction_are_those_of_separate_layers_to_the_last_digits():
+    """A rehearsal compares them in float64 where the layers of one run answer together, and those of another do not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(5), nn.PReLU(5), nn.Linear(5, 2, bias=False), nn.LayerNorm(2)).double()
+    with tp.record(model) as tape:
+        losses = losses_of(model, torch.randn(6, 5, dtype=torch.float64))
+    jacobian = tape.jacobian(losses)
+    names = list(jacobian.shapes)
+    together = jacobian.project_on(direction)
+    separate = sum(jacobian.restricted([name]).project_on(direction) for name in names)
+    torch.testing.assert_close(together, separate, rtol=1e-13, atol=1e-13)

@@ -79,8 +79,8 @@ class JoinedBlocks:
         """Yields the products (n,) of the rows with one direction in each weight."""
         if self._rows is not None:
             factors = [direction(block.weight.shape, self._rows.device) for block in self._of_rows]
-            v = [torch.outer(left, right.flatten()).flatten() for left, right in factors]
-            yield self._rows @ torch.cat(v).to(self._rows.dtype)
+            factors = [(left.to(self._rows.dtype), right.flatten().to(self._rows.dtype)) for left, right in factors]
+            yield self._rows @ torch.cat([torch.outer(left, right).flatten() for left, right in factors])
         for block in self._of_outer:
             yield from block.project_on(direction)
 
