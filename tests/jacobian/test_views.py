@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 from trainings import private_training
 
 import torch_privacy as tp
+from torch_privacy.jacobian.layouts.known import Merging
 from torch_privacy.mechanisms.base import PRICED_ROUNDING
 
 N, VIEWS, BATCH = 24, 3, 8.0
@@ -198,3 +199,13 @@ def test_estimated_norms_and_invalid_views_are_refused():
     for views in (0, -1, 1.5):
         with pytest.raises(ValueError, match="views"):
             training_of(network(), examples={"views": views})
+
+
+def test_the_mean_over_views_has_the_precision_of_float64_whatever_the_default_type():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # torch's own; these tests have float64
+    try:
+        weights = Merging.views(4, VIEWS).weights()
+    finally:
+        torch.set_default_dtype(before)
+    assert weights.tolist() == [1 / VIEWS] * 4 * VIEWS

@@ -343,4 +343,4 @@ class Merging:
 
     def weights(self) -> Tensor:
         """Returns (m,), one over the size of each member's group."""
-        return 1 / torch.bincount(self.assignment, minlength=self.count)[self.assignment]
+        return 1 / torch.bincount(self.assignment, minlength=self.count)[self.assignment].double()
