@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from trainings import RULES, data
 
 import torch_privacy as tp
+from torch_privacy.training import loop_contents
 
 pytestmark = VIEWS
 HOWS = pytest.mark.parametrize("how", ["layers", "ddp"])
@@ -96,6 +97,28 @@ def own_scheduler(rank: int | None, how: str | None) -> Found:
 @pytest.mark.parametrize("loop", [with_targets, weights_outside, own_scheduler])
 def test_loops_do_on_ranks_what_they_do_in_one_process(ranks2, how, loop):
     assert_as_in_one_process(ranks2, loop, how)
+
+
+def own_average(rank: int | None, how: str | None, most: int) -> Found:
+    """Keeps averages of the weights, shards of them on ranks: new tensors in every step, and others in place."""
+    training = start(case(), how, "sgd", **QUIET)
+    kept, anew = [p.detach().clone() for p in training.model.parameters()], list[Any]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop_contents, "MOST_NUMBERS", most)
+        for batch in training:
+            if training.step(of_pair(training.model, batch)):
+                weights = [p.detach().clone() for p in training.model.parameters()]
+                anew = [old.lerp(w, 0.1) for old, w in zip(anew or weights, weights, strict=True)]
+                for average, w in zip(kept, weights, strict=True):
+                    average.lerp_(w, 0.1)
+    return whole_weights(training.model), None
+
+
+@pytest.mark.thorough(but=1)
+@pytest.mark.parametrize("most", [loop_contents.MOST_NUMBERS, 4])
+def test_loops_keep_averages_of_shards(ranks2, most):
+    """Rehearsals exchange small ones, and compare some numbers of large ones."""
+    assert_as_in_one_process(ranks2, own_average, "layers", most)
 
 
 def trying_again(rank: int | None, how: str | None) -> Found:

@@ -24,6 +24,7 @@ from ..support.contents import (
     fill,
     has_entries,
     keys_and_values,
+    local_of,
     plain_type,
     same,
 )
@@ -62,6 +63,7 @@ def _cache_state(function: Any) -> Any:
 def sampled(value: Tensor | np.ndarray, most: int = SAMPLED) -> Any:
     """Returns a copy of some numbers of a tensor or an array."""
     if isinstance(value, Tensor):
+        value = local_of(value)  # a shard cannot be flattened with the others, and no rank waits for another
         flat = value.detach().reshape(-1) if value.numel() <= most or value.is_contiguous() else value.detach()[:1]
         return flat.reshape(-1)[:: max(1, flat.numel() // most)].clone()
     return value.flat[:: max(1, value.size // most)].copy()
@@ -177,6 +179,10 @@ def _other_rows(value: Any, old: Any) -> Any:
 
 
 def _rolled(value: Tensor) -> Tensor:
+    if local_of(value) is not value:
+        other = value.clone()
+        local_of(other).copy_(_rolled(local_of(value)))
+        return other
     rolled = value.reshape(-1).roll(1).reshape(value.shape)
     return value * SMALLER if torch.equal(rolled, value) and value.is_floating_point() else rolled
 
