@@ -288,6 +288,22 @@ def test_forwards_that_do_not_repeat_are_projected_by_a_double_vjp():
     assert "does not match its random projections" in training.explain()
 
 
+def test_padding_that_only_later_batches_have_is_projected_by_a_double_vjp():
+    """Forward mode has a tangent in the row of padding, in which the gradient is zero."""
+    table = nn.Embedding(5, 3, padding_idx=0)
+    ids = torch.randint(1, 5, (40, 4))
+    ids[::8, -1] = 0
+    model = nn.Sequential(table, nn.Flatten(), nn.Linear(12, 2))
+    training = training_of(model, dataset=TensorDataset(ids, ids), performance=tp.Performance(microbatch_size=1))
+    train(training)
+    assert training.step_count == 4
+    assert "padding_idx" in training.explain()
+    table.requires_grad_(False)  # then there is nothing to leave out
+    training = training_of(model, dataset=TensorDataset(ids, ids))
+    train(training)
+    assert "forward mode" in training.explain().partition(";")[0]
+
+
 @pytest.mark.thorough
 def test_dropout_that_forward_mode_draws_anew_is_noticed():
     layer = nn.TransformerEncoderLayer(8, 2, 8, 0.5, batch_first=True)

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 
 SMALL = 2**14  # mean number of entries of the forward's values; below it, a torch call costs more than its arithmetic
+# The gradient of a row of padding is zero; its tangent is not, so that forward mode fails once a batch has padding.
+PADDING = "it has no zero for the row of padding_idx in an embedding"
 PREFETCHED_ENTRIES = 2**22  # largest number of entries of output tangents that are kept through the forward
 
 
@@ -52,6 +55,7 @@ class Projector:
         self._reasons: dict[str, str] = {}  # strategy -> why a faster one was rejected
         self._checked: Counter[tuple[int, bool]] = Counter()  # (graph, only one example) -> batches
         self._output_entries: int | None = None  # of one forward, once the strategy is known
+        self.saw_padding = False  # whether a trained table was looked up with a ``padding_idx``
 
     @property
     def learned(self) -> str | None:
@@ -126,6 +130,9 @@ class Projector:
                 raise _strategy_failed(error) from error
         reasons: dict[str, str] = {}
         for strategy in self._candidates():
+            if self.saw_padding and STRATEGIES[strategy].repeats_forward:
+                reasons[strategy] = PADDING
+                continue
             try:
                 self._reasons = reasons
                 jacobian = self._projected(strategy, losses, parameters, calls, directions)
@@ -233,6 +240,8 @@ class ProjectedRecording(OpMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         self.code.note_call(func, numbers_in(args))
+        if func is F.embedding and _pads(*args, **(kwargs or {})):
+            self._projector.saw_padding = True
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and self._active:
             self.code.shapes = hash((self.code.shapes, out.shape))
@@ -331,6 +340,11 @@ class ProjectedRecording(OpMode):
                 f"Sketched: half precision in {where}: rounding changes the distribution of the estimated norms, "
                 "which the accountant prices. Compute in float32, or use exact norms, with clipping=Flat(...)."
             )
+
+
+def _pads(input: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> bool:
+    """True for a look-up in which a row of a trained table has no gradient."""
+    return padding_idx is not None and weight.requires_grad
 
 
 def _strategy_failed(error: RuntimeError) -> Refused:
