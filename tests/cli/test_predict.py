@@ -160,7 +160,20 @@ def test_cells_that_the_model_cannot_use_are_counted_and_a_decimal_comma_is_noti
     assert "categories that the model does not know: 1 of 'job'; these count as other." in said
     assert "have a decimal comma" not in said  # of one cell in three this is not so
     (tmp_path / "new.csv").write_text("age;job\n40,5;nurse\n50,5;poet\n")
-    assert "most numbers have a decimal comma" in predicted(capsys, runs["income"], tmp_path / "new.csv")[1]
+    assert "new.csv: numbers have a decimal comma, and" in predicted(capsys, runs["income"], tmp_path / "new.csv")[1]
+
+
+def test_decimal_points_are_noticed_by_a_model_that_reads_commas(tmp_path):
+    schema = tables.Schema.from_toml('decimal = ","' + SCHEMAS["income"])
+    predictor = Predictor(schema, tables.new_model(schema, (4,)).float().eval())
+    for rows, noticed in (
+        ("40.5,nurse\n50.388,baker", True),
+        ('"40,5",nurse\n"50,388",baker', False),
+        ("40,poet", False),
+    ):
+        (tmp_path / "new.csv").write_text(f"age,job\n{rows}\n")
+        said = " ".join(predictor.predict_file(tmp_path / "new.csv").notes)
+        assert ("decimal point, and the model reads a decimal comma. Write 1,5, not 1.5." in said) is noticed
 
 
 def test_dates_in_another_order_than_the_model_reads_are_noticed(tmp_path, capsys):
@@ -174,7 +187,7 @@ def test_dates_in_another_order_than_the_model_reads_are_noticed(tmp_path, capsy
 
 
 def test_no_cell_of_the_predictions_is_a_formula_and_numbers_stay():
-    names = ["=HYPERLINK(1)", "+cmd", "-x", "@SUM(A1)", "\t=1", "\r=1", "\uff1d1", "-1", "+2.5e3", "plain"]
+    names = ["=HYPERLINK(1)", "+cmd", "-x", "@SUM(A1)", "\t=1", "\r=1", "\uff1d1", "-1", "+2.5e3", "-2,5", "plain"]
     frame = pd.DataFrame({"prediction": np.array(names, object), "=A1": -1.5})
     rows = list(csv.reader(io.StringIO(Predictions(frame, ()).as_csv(), newline="")))
     assert rows[0] == ["prediction", "'=A1"]

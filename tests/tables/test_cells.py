@@ -53,6 +53,14 @@ def test_dates(text, month_first, day_first):
         assert math.isnan(days) if expected is None else days == (datetime.date.fromisoformat(expected) - epoch).days
 
 
+@pytest.mark.parametrize("decimal", [".", ","])
+def test_stored_numbers_are_the_same_under_each_decimal_mark(decimal):
+    """Numbers of a Parquet file were written with a point and read with a comma: 26.388 was 26388, and 19.5 none."""
+    stored, rules = [19.5, 26.388, -3.0, 1.5e-7, 1e300], Rules.of(MISSING, decimal)
+    for kind in (float, object):
+        assert numbers(read_cells(pd.Series(stored, dtype=kind), rules), rules).tolist() == stored
+
+
 @pytest.mark.parametrize("text", ["1970-01-02T12:00", "1970-01-02 12:00:00.000Z", "1/2/1970 12:00 PM"])
 def test_time_of_day_is_a_fraction(text):
     assert parse_date(text) == 1.5

@@ -121,6 +121,16 @@ def test_a_row_is_encoded_by_its_own_cells_and_comes_back_within_its_bin():
     assert (back["age"].astype(float) - frame["age"].astype(float)).abs().max() < 96 / BINS
 
 
+@pytest.mark.parametrize("decimal", [".", ","])
+def test_drawn_numbers_have_the_decimal_mark_of_the_schema(decimal):
+    """They had a point always, so that a table with decimal commas was compared with other numbers: 26.388 is 26388."""
+    grid = ColumnGrid(Schema((Column("bmi", "number", (10, 42)),), "", decimal=decimal))
+    codes = np.arange(1, 1 + BINS).reshape(-1, 1)
+    drawn = grid.decode(codes, np.random.default_rng(0))
+    assert drawn["bmi"].str.contains(decimal, regex=False).sum() > BINS / 2
+    assert np.abs(grid.encode(drawn) - codes).max() <= 1  # rounding reaches the edge of a bin
+
+
 # Prices
 
 

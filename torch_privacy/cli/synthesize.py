@@ -167,8 +167,10 @@ def _draw(
     with needing_extra():
         from torch_privacy.tables.synthesis import Synthesizer
 
-        found = Synthesizer.load(folder).draw(rows, seed)
-    content = Predictions(found, ()).as_csv().encode()
+        made = Synthesizer.load(folder)
+        found = made.draw(rows, seed)
+    separator = ";" if made.grid.schema.decimal == "," else ","
+    content = Predictions(found, ()).as_csv(separator).encode()
     with naming(place):
         write_whole(place, lambda file: file.write(content), PUBLIC)
     lines = [*(shown or ()), ("rows", f"{rows:,} in {place}, seed {seed}; drawing costs no epsilon")]

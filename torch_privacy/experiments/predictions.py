@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 4096
 MOST_NAMES = 10  # of columns, in a note
+MARKS = {".": ("point", "1.5"), ",": ("comma", "1,5")}  # of decimals: name and example
 FORMULA = tuple("=+-@\t\uff1d\uff0b\uff0d\uff20")  # how cells begin that spreadsheets run; the last are wide
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+NUMBER = re.compile(r"[+-]?(\d+[.,]?\d*|[.,]\d+)([eE][+-]?\d+)?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class Predictions:
     frame: DataFrame
     notes: tuple[str, ...]
 
-    def as_csv(self) -> str:
+    def as_csv(self, separator: str = ",") -> str:
         """Returns the predictions as CSV, one line for each row, in the rows' order.
 
         A text that a spreadsheet would run as a formula has a ' before it; numbers never do.
@@ -46,7 +47,7 @@ class Predictions:
         for place, kind in enumerate(inert.dtypes):
             if kind.kind not in "fiub":
                 inert.isetitem(place, inert.iloc[:, place].map(_inert))
-        return inert.to_csv(index=False, header=names, lineterminator="\n", float_format="%.9g")
+        return inert.to_csv(index=False, header=names, lineterminator="\n", float_format="%.9g", sep=separator)
 
     def as_records(self) -> list[dict[str, Any]]:
         """Returns the predictions as plain values, one record for each row."""
@@ -131,9 +132,10 @@ class Predictor:
     def _doubts(self, frame: DataFrame, encoded: tables.Encoded) -> Iterator[str]:
         """Yields sentences on cells that the model cannot use, or may read as another number or date than is meant."""
         features = {column.name: column for column in self.schema.features}
-        shape = tables.shape_of(frame.loc[:, list(features)], self.schema.missing)
-        if shape.decimal == "," and self.schema.decimal == ".":
-            yield "most numbers have a decimal comma, and the model reads a decimal point. Write 1.5, not 1,5."
+        shape = tables.shape_of(frame.loc[:, list(features)], self.schema.missing, self.schema.decimal)
+        if shape.decimal != self.schema.decimal:
+            (other, wrong), (mark, right) = (MARKS[one.decimal] for one in (shape, self.schema))
+            yield f"numbers have a decimal {other}, and the model reads a decimal {mark}. Write {right}, not {wrong}."
         dates = [column.name for column in features.values() if column.kind == "date"]
         swapped = [name for name in dates if shape.day_first is (not features[name].day_first)]
         if swapped:

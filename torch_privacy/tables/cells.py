@@ -76,27 +76,27 @@ class Cells:
 
 
 def read_cells(column: Series | Any, rules: Rules) -> Cells:
-    """Returns the cells of a column as text, without spaces around."""
+    """Returns the cells of a column as text, without spaces around; stored numbers get the rules' decimal mark."""
     pandas = needed("pandas")
     try:
         codes, values = pandas.factorize(column)
     except Exception:  # lists and the like cannot be compared, and each library says so in its own way
-        codes, values = pandas.factorize(pandas.Series([_as_text(value) for value in column], dtype=object))
-    texts = [_as_text(value) for value in values]
+        codes, values = pandas.factorize(pandas.Series([_as_text(value, rules) for value in column], dtype=object))
+    texts = [_as_text(value, rules) for value in values]
     kept = {text: None for text in texts if not rules.is_missing(text)}
     place = {text: i for i, text in enumerate(kept)}
     of_value = np.array([place.get(text, -1) for text in texts], np.int64)
     return Cells(np.append(of_value, -1)[codes], tuple(kept))
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: Any, rules: Rules) -> str:
     """Returns a stored value as text: the same number has the same text in every storage type."""
     if isinstance(value, str):
         return " ".join(value.split())
     if isinstance(value, (bool, np.bool_)):
         return str(bool(value))
     if isinstance(value, (float, np.floating)):
-        return "" if np.isnan(value) else str(int(value)) if float(value).is_integer() else repr(float(value))
+        return "" if np.isnan(value) else number_as_text(float(value), rules.decimal)
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return ""
     if hasattr(value, "isoformat"):
@@ -104,6 +104,16 @@ def _as_text(value: Any) -> str:
     if isinstance(value, (list, dict, tuple, set, bytes, np.ndarray)):
         return "(not a single value)"
     return " ".join(str(value).split())
+
+
+def number_as_text(value: float, decimal: str) -> str:
+    """Returns a finite or infinite number as a cell that `parse_number` reads as the same number.
+
+    Example:
+        >>> number_as_text(-2.5, ","), number_as_text(3.0, ","), parse_number(number_as_text(26.388, ","), ",")
+        ('-2,5', '3', 26.388)
+    """
+    return str(int(value)) if value.is_integer() else repr(value).replace(".", decimal)
 
 
 def numbers(cells: Cells, rules: Rules) -> NDArray[np.float64]:

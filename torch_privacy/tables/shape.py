@@ -50,13 +50,14 @@ class Shape:
         return ", ".join([*file, "decimal comma" if self.decimal == "," else "decimal point", *order])
 
 
-def shape_of(frame: DataFrame, missing: Iterable[str]) -> Shape:
+def shape_of(frame: DataFrame, missing: Iterable[str], expected: Literal[".", ","] = ".") -> Shape:
     """Returns the shape of a table from `read_table`: what most of its columns agree on.
 
-    The decimal mark is a comma if more columns can be read as numbers with a comma than with a point. Days come before
-    months if more dates can be read only in that order.
+    The decimal mark is that with which more columns can be read as numbers; the ``expected`` one, where it is as many.
+    Days come before months if more dates can be read only in that order.
     """
-    votes, days = {".": 0, ",": 0}, 0
+    votes: dict[Literal[".", ","], int] = {".": 0, ",": 0}
+    days, other = 0, "," if expected == "." else "."
     for name in frame.columns:
         column = frame[name].iloc[:ROWS]
         if column.dtype.kind in "iufbM":
@@ -70,7 +71,7 @@ def shape_of(frame: DataFrame, missing: Iterable[str]) -> Shape:
         if (first | last).sum() >= MOST * filled:
             days += int((first & ~last).sum()) - int((last & ~first).sum())
     return Shape(
-        "," if votes[","] > votes["."] else ".",
+        other if votes[other] > votes[expected] else expected,
         None if not days else days > 0,
         frame.attrs.get("separator", ""),
         frame.attrs.get("encoding", ""),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cells import EPOCH, dates, numbers, read_cells
+from ..cells import EPOCH, dates, number_as_text, numbers, read_cells
 from ..encode import FIRST_CODE, MISSING_CODE, OTHER_CODE
 from ..extra import needed
 from ..schema import Column, Schema
@@ -134,7 +134,7 @@ class ColumnGrid:
             texts = [(EPOCH + datetime.timedelta(days=int(day))).isoformat() for day in np.where(codes, values, 0)]
         else:
             values = np.where(codes == 1 + BINS, 0.0, values)
-            texts = [str(int(value)) if value == int(value) else repr(float(value)) for value in values]
+            texts = [number_as_text(float(value), self.schema.decimal) for value in values]
         return np.where(codes == MISSING_CODE, "", np.array(texts, object))
 
 

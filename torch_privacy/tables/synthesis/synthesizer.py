@@ -53,7 +53,7 @@ class Synthesizer:
     whole: tuple[str, ...]
 
     def draw(self, rows: int, seed: int | None = None) -> DataFrame:
-        """Returns synthetic rows, as text.
+        """Returns synthetic rows, as text: numbers have the decimal mark of the schema.
 
         Args:
             rows: how many, from 0 to 1e8.
