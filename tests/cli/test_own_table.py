@@ -202,6 +202,23 @@ def test_a_plan_reads_no_column_and_writes_nothing(file, tmp_path, monkeypatch, 
     assert not list(tmp_path.iterdir())
 
 
+def test_what_was_learnt_privately_is_said_without_what_the_schema_declares(file, tmp_path):
+    """All columns were listed as learnt, the declared ones, too."""
+    schema = tmp_path / "schema.toml"
+    open_job = SCHEMA.replace('"category"\ncategories = ["nurse", "baker"]', '"learn"')
+    for text, learnt in (
+        (SCHEMA, "values fill the declared bounds."),
+        (open_job.replace("[18, 90]", '[18, 90]\nscale = "bounds"'), "'job'"),
+    ):
+        schema.write_text(text)
+        settings = complete(file, {"target": "income", "target_epsilon": 4.0, "schema": str(schema)})
+        (said,) = [
+            note for note in own_table.build_task(own_table.STUDY.settings(**settings)).notes if "Learnt" in note
+        ]
+        assert f"the training has the rest: {learnt}" in said
+        assert ";" not in said.partition("the rest: ")[2]
+
+
 def test_declared_categories_are_listed_with_their_sources_and_rare_ones_pointed_out(file, tmp_path):
     schema = tmp_path / "schema.toml"
     known = SCHEMA.replace('["nurse", "baker"]', f'["nurse", "baker", "{RARE}", "Nurse"]\nsource = "list of jobs"')

@@ -230,6 +230,10 @@ def test_a_training_that_stops_early_is_unfinished_until_it_is_written(tmp_path)
     assert names_in(tmp_path) == ["ledger.jsonl", "settings.json"]
     with pytest.raises(ValueError, match="this training is unfinished"):
         RunFolder(tmp_path).read_results()
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "ledger.jsonl").touch()
+    with pytest.raises(ValueError, match=r"a run ended here before its first step\. Leave it out"):
+        RunFolder(tmp_path / "before").read_results()
     training.write_run({"accuracy": 0.5})
     results = results_in(tmp_path)
     assert results["num_steps_made"] == 7

@@ -51,7 +51,7 @@ def notes(
         cost = cost_of([release.event for release in prior], settings.delta)
         total = settings.target_epsilon
         of = "" if total is None else f" of the total {total:g}; the training has the rest"
-        price = f"Learnt privately, for {cost}{of}: {_in_words(schema)}."
+        price = f"Learnt privately, for {cost}{of}: {_in_words(schema, released.get('declared', ()))}."
     return (*chosen, *_unusable(schema), *released["notes"], *_hints(settings, schema), price)
 
 
@@ -90,10 +90,12 @@ def _hints(settings: TableSettings, schema: tables.Schema) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _in_words(schema: tables.Schema) -> str:
-    """Returns what a complete schema says of the columns that are used; of many, the first."""
-    found = []
+def _in_words(schema: tables.Schema, listed: Sequence[Mapping[str, str]]) -> str:
+    """Returns what a complete schema says of the columns that are used, and was not declared; of many, the first."""
+    declared, found = {one["column"]: one["declared"] for one in listed}, []
     for column in (schema.target_column, *schema.features):
+        if column.name in declared and (column.scale in (None, column.bounds) or ", most " in declared[column.name]):
+            continue
         name = f"{column.name!r} (target)" if column.name == schema.target else repr(column.name)
         if column.kind == "category":
             categories = column.categories or ()
@@ -104,7 +106,7 @@ def _in_words(schema: tables.Schema) -> str:
             scale = "" if column.scale in (None, column.bounds) else f", most {column.scale[0]} to {column.scale[1]}"
             found.append(f"{name} {low} to {high}{scale}{'' if column.log is None else ', its logarithm'}")
     more = [f"and {len(found) - MOST_NAMES} more in schema.toml"] if len(found) > MOST_NAMES else []
-    return "; ".join([*found[:MOST_NAMES], *more])
+    return "; ".join([*found[:MOST_NAMES], *more]) or "values fill the declared bounds"
 
 
 def exact(train: tables.Encoded) -> tuple[str, ...]:

@@ -116,6 +116,10 @@ class FolderReader:
         if self.generator.is_file():
             raise ValueError(f"{self.path}: holds a generator of synthetic rows. Its page is {self.synthesis}.")
         if not self.results.exists() and self.ledger.is_file():
+            if not self.settings.exists():
+                raise ValueError(
+                    f"{self.path}: has no results, as a run ended here before its first step. Leave it out."
+                )
             raise ValueError(
                 f"{self.path}: this training is unfinished (it has no results.json). Resume it. One in a loop of "
                 "your own writes what there is by training.write_run(), at any time."

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from math import inf, isfinite
@@ -114,7 +115,8 @@ def _witness(releases: tuple[tuple[privacy.Event, int], ...], delta: float) -> f
     except ImportError:
         return "it is not installed: pip install dp-accounting"
     except Exception as error:  # any error of another library
-        return f"it has no price for them ({' '.join(str(error).split())[:300] or type(error).__name__})"
+        reason = textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__
+        return f"it has no price for them ({reason})"
 
 
 def _attacker(stated: dict[str, Any], profile: privacy.Profile) -> Iterator[Finding]:
