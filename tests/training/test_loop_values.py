@@ -854,6 +854,34 @@ def test_forwards_on_private_rows_outside_of_a_batch_are_named(private):
     assert len(named) == private
 
 
+@pytest.mark.parametrize("private", [True, False])
+def test_masks_of_equal_length_do_not_make_other_texts_private_rows(private):
+    """A forward on test texts was named as one on private rows, because their masks of padding were equal."""
+
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.out = nn.Embedding(1000, 4), nn.Linear(4, 1)
+
+        def forward(self, tokens, mask):
+            return self.out((self.words(tokens) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+    def texts(n):
+        mask = (torch.arange(12) < torch.randint(4, 12, (n, 1))).long()
+        return torch.randint(1, 1000, (n, 12)) * mask, mask
+
+    model, data = Mean(), TensorDataset(*texts(N))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = tp.PrivateTraining(
+        model, optimizer, data, expected_batch_size=8, num_steps=2, clipping=tp.Flat(1.0), noise_multiplier=1.0
+    )
+    for tokens, mask in training:
+        training.step(model(tokens, mask).square().sum(1))
+    model(*(data.tensors if private else texts(200)))
+    named = [line for line in training.statement()["not_covered"] if "outside of a batch" in line]
+    assert len(named) == private
+
+
 @pytest.mark.parametrize("leave", [lambda: None, lambda: 1 / 0], ids=["break", "exception"])
 def test_variables_are_put_back_when_the_loop_is_left_in_an_exchanged_turn(leave):
     training = training_of(network())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -136,27 +137,38 @@ class OutsideForwards:
             self._probes = self._fetched()
         with torch._C.DisableTorchFunction():  # the tape of another forward may record
             for tensor in tensors_in(inputs) if self._probes else ():
-                self._hits |= self._probes & _rows(tensor)
+                self._hits |= self._probes.intersection(_rows(tensor))
         if len(self._hits) >= min(FEWEST, len(self._probes)) > 0:
             self._first = steps_made
 
     def _fetched(self) -> set[bytes]:
+        """Returns rows that tell examples of the data set from others: no masks beside them, and none of two examples.
+
+        Masks of padding follow from the length of a text alone, so that other texts have the same.
+        """
         size = len(self._batches.dataset)  # type: ignore[arg-type]
         indices = np.random.default_rng(size).permutation(size)[:PROBED]
         try:
             fetched = self._batches.fetch(BatchRequest(indices, seed=bytes(32))).batch
         except Exception:  # a data set that works in other processes only
             return set()
-        return set().union(*map(_rows, tensors_in(fetched)))
+        found = [(rows, _is_mask(tensor)) for tensor in tensors_in(fetched) if (rows := _rows(tensor))]
+        telling = [rows for rows, is_mask in found if not is_mask] or [rows for rows, _ in found]
+        return {row for rows in telling for row, count in Counter(rows).items() if count == 1}
 
 
-def _rows(tensor: Tensor) -> set[bytes]:
+def _is_mask(tensor: Tensor) -> bool:
+    """True if all numbers are 0 or 1."""
+    return bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _rows(tensor: Tensor) -> list[bytes]:
     """Returns the rows of a tensor of several numbers each; none that are constant."""
     if tensor.ndim < 2 or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
-        return set()
+        return []
     flat = tensor.detach().flatten(1)
     if not flat.is_floating_point():
         flat = flat[:, :PREFIX]
     flat = flat[(flat != flat[:, :1]).any(1)].cpu()
     rows = flat.float().numpy() if flat.is_floating_point() else flat.long().numpy()
-    return {row.tobytes() for row in rows}
+    return [row.tobytes() for row in rows]
