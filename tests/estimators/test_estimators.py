@@ -5,6 +5,8 @@ import inspect
 import io
 import json
 import pickle
+import re
+import warnings
 
 import joblib
 import numpy as np
@@ -133,6 +135,36 @@ def test_features_are_clipped_to_their_bounds():
     np.testing.assert_array_equal(one.predict_proba(outside), other.predict_proba(clipped))
     piped = make_pipeline(PublicScaler((low, high)), classifier()).fit(outside, y)
     np.testing.assert_array_equal(piped.predict_proba(outside), other.predict_proba(clipped))
+
+
+def test_targets_outside_of_their_bounds_are_clipped_with_a_warning():
+    """They were clipped without a word, so that narrow bounds looked like a bad fit."""
+    x, _ = data()
+    y = x[:, 0].copy()
+    y[0] = 99
+    regressor = PrivateRegressor(epsilon=2.0, target_bounds=(-9, 9), bounds=(-9, 9), epochs=1, refits="separate")
+    with pytest.warns(UserWarning, match=r"values of y lie outside of target_bounds=\(-9, 9\) and are clipped"):
+        regressor.fit(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        regressor.fit(x, np.clip(y, -9, 9))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"module": torch.nn.Linear(3, 2)}, "module=Linear(...) is a network: must be a function of the numbers"),
+        ({"optimizer": lambda parameters: None}, "cannot be called as optimizer(parameters, lr=learning_rate) (got an"),
+    ],
+    ids=["module", "optimizer"],
+)
+def test_what_cannot_make_network_or_optimizer_is_refused_before_classes_are_paid_for(wrong, words):
+    """The errors were those of Python within this library, after epsilon was spent on the classes."""
+    x, y = data(seed=len(words))
+    one = PrivateClassifier(epsilon=2.0, bounds=(-9, 9), **wrong)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        one.fit(x, y)
+    assert PrivateClassifier(epsilon=2.0, bounds=(-9, 9), classes="public", epochs=1).fit(x, y).spent_.epsilon.high <= 2
 
 
 def test_a_scaler_fitted_to_the_data_is_noticed():

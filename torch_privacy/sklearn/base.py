@@ -30,6 +30,7 @@ from .fitting import (
     NetworkPlan,
     Target,
     check_folder,
+    check_makers,
     new_network,
     plan_of,
     prior_of,
@@ -114,6 +115,7 @@ class PrivateEstimator(RemembersFits, BaseEstimator, ABC):
                 )
         if unsupported:
             raise TypeError(f"{where}() got an unexpected keyword argument {next(iter(unsupported))!r}")
+        check_makers(where, self.module, self.optimizer)
 
     @abstractmethod
     def _check_targets(self, where: str, y: Array) -> None:

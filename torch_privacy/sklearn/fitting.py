@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -102,6 +103,26 @@ def plan_of(estimator: Any, num_examples: int) -> NetworkPlan:
 def _step(noise_multiplier: float, sampling_probability: float) -> privacy.SubsampledGaussian:
     zero_out = privacy.NeighboringRelation.REPLACE_SPECIAL  # because the probability is batch_size / n
     return privacy.SubsampledGaussian(noise_multiplier, sampling_probability, zero_out)
+
+
+def check_makers(where: str, module: Any, optimizer: Any) -> None:
+    """Refuses, before anything is released, what cannot make the network or the optimizer as it will be called."""
+    if isinstance(module, nn.Module):
+        raise ValueError(
+            f"{where}: module={type(module).__name__}(...) is a network: must be a function of the numbers of inputs "
+            "and outputs that returns a new one, such as torch.nn.Linear."
+        )
+    if optimizer is None:
+        return
+    try:
+        inspect.signature(optimizer).bind((), lr=0.01)
+    except TypeError as error:
+        raise ValueError(
+            f"{where}: optimizer={optimizer!r} cannot be called as optimizer(parameters, lr=learning_rate) ({error}). "
+            "Give such a function, as functools.partial(torch.optim.SGD, momentum=0.9)."
+        ) from None
+    except ValueError:  # it shows no signature
+        pass
 
 
 def new_network(estimator: Any, num_inputs: int, num_outputs: int) -> nn.Module:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..support.validate import Refused
 from .arguments import naming_arguments
 from .base import PrivateEstimator
-from .features import checked_bounds, scaled
+from .features import are_outside, checked_bounds, scaled
 from .fitting import NetworkPlan, Target
 
 Array = NDArray[Any]
@@ -79,6 +80,13 @@ class PrivateRegressor(RegressorMixin, PrivateEstimator):
 
     def _target(self, where: str, y: Array, plan: NetworkPlan) -> Target:
         low, high = checked_bounds(where, "target_bounds", self.target_bounds, 1)
+        if are_outside(y, low, high):
+            warnings.warn(
+                f"{where}: values of y lie outside of target_bounds={self.target_bounds!r} and are clipped to them. "
+                "Give wider public bounds. This warning is a fact about the private data, which epsilon does not "
+                "cover: keep it to yourself.",
+                stacklevel=4,
+            )
         values = torch.from_numpy(scaled(y.astype(np.float64), low, high).astype(np.float32))
         return Target(values, 1, partial(_squared_errors, where), treated_as_public=("bounds of the targets",))
 
