@@ -55,6 +55,18 @@ def test_the_epsilon_of_an_engine_is_that_of_the_steps_made() -> None:
         engine.get_epsilon(0.02)
 
 
+@pytest.mark.filterwarnings("default:delta=")
+def test_a_warning_names_the_line_that_makes_the_training() -> None:
+    """It named a line of dataclasses, or of the ``__init__`` that they generate, "<string>:23"."""
+    model, data = network(), examples()
+    given = {"module": model, "optimizer": sgd(model), "data_loader": DataLoader(data, batch_size=10)}
+    with pytest.warns(UserWarning, match="is close to 1/n") as caught:
+        PrivacyEngine().make_private_with_epsilon(
+            **given, target_epsilon=3.0, target_delta=0.5 / len(data), epochs=1, max_grad_norm=1.0
+        )
+    assert {warning.filename for warning in caught} == {__file__}
+
+
 def test_a_fixed_seed_is_said_with_every_epsilon() -> None:
     engine, model, optimizer, loader = made_private()
     trained(model, optimizer, loader)
