@@ -14,7 +14,8 @@ from types import FrameType
 _ROOT = str(Path(__file__).resolve().parents[1])
 PACKAGES = (_ROOT + os.sep, _ROOT + "_papers" + os.sep)  # the library's own code
 _NOT_USERS = (*PACKAGES, contextlib.__file__, dataclasses.__file__)
-PREFIXES = ("torch_privacy.", "torch_privacy_papers.")
+_NAME = __name__.partition(".")[0]
+_PREFIXES = (f"{_NAME}.", f"{_NAME}_papers.")  # of names of modules
 
 
 def warn(text: str) -> None:
@@ -28,5 +29,5 @@ def warn(text: str) -> None:
 def _is_not_users(frame: FrameType) -> bool:
     """True of a frame of the library, such as the ``__init__`` that is generated for one of its dataclasses."""
     file = frame.f_code.co_filename
-    is_generated = file == "<string>" and frame.f_globals.get("__name__", "").startswith(PREFIXES)
+    is_generated = file == "<string>" and frame.f_globals.get("__name__", "").startswith(_PREFIXES)
     return is_generated or file.startswith(_NOT_USERS)
