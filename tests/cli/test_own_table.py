@@ -27,6 +27,7 @@ from torch_privacy.experiments.runner import Run
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.privacy.summary import attacker_as_json
 from torch_privacy.runs.report import render
+from torch_privacy.runs.verify import verify
 from torch_privacy.tables.learn import TOO_FEW
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be learnt at this epsilon")  # rare classes
@@ -296,6 +297,35 @@ def test_resumed_run_on_a_table_learns_nothing_again(file, tmp_path, monkeypatch
     path.write_bytes(file.read_bytes() + b"33,baker,10,low\n")
     assert run(["train", "--resume", str(tmp_path / "run")]) == 2
     assert "was changed since the run began" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ['"learn"', '"category"\ncategories = ["1"]'], ids=["template", "declared"])
+def test_the_owner_column_of_a_template_is_left_out_and_a_declared_one_is_refused(file, tmp_path, kind):
+    """The template of ``schema`` was refused with ``--owner``, as it does not know which column is the owner's."""
+    path, schema = tmp_path / "people.csv", tmp_path / "schema.toml"
+    people().assign(customer_id=np.arange(N) // 3).to_csv(path, index=False)
+    schema.write_text(SCHEMA + f"[columns.customer_id]\nkind = {kind}\n")
+    if "learn" not in kind:
+        with pytest.raises(ValueError, match=r"'customer_id' names the persons; give it kind = \"ignored\""):
+            table_file.declared(path, "income", str(schema), "customer_id")
+        return
+    (owner,) = [
+        one
+        for one in table_file.declared(path, "income", str(schema), "customer_id").columns
+        if one.name == "customer_id"
+    ]
+    assert owner.kind == "ignored"
+
+
+def test_verify_knows_the_unit_of_a_run_with_owners(tmp_path):
+    """It called the folder of every training on a table with owners false, as it expected other words."""
+    people().assign(customer_id=np.arange(N) // 3).to_csv(tmp_path / "people.csv", index=False)
+    (tmp_path / "schema.toml").write_text(SCHEMA.replace("[18, 90]", '[18, 90]\nscale = "bounds"') + OWNER)
+    owned = ["--schema", str(tmp_path / "schema.toml"), "--owner", "customer_id", "--per-owner", "2", "--epochs", "1"]
+    assert run(["train", str(tmp_path / "people.csv"), *TRAIN, *owned, "--run", str(tmp_path / "run")]) == 0
+    found = verify(tmp_path / "run")
+    assert not found.is_false
+    assert [one.verdict.value for one in found.findings if one.subject == "unit"] == ["agrees"]
 
 
 @pytest.mark.thorough

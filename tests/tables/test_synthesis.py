@@ -14,6 +14,7 @@ from dp_accounting.pld import PLDAccountant
 
 from torch_privacy import privacy, tables
 from torch_privacy.mechanisms.noise import Noise
+from torch_privacy.runs.verify import verify
 from torch_privacy.tables import Column, Schema
 from torch_privacy.tables.synthesis import GeneratorRun, SynthesisSettings, plan
 from torch_privacy.tables.synthesis.cells import BINS, ColumnGrid
@@ -282,6 +283,7 @@ def test_owners_are_capped_and_priced_as_persons(tmp_path):
     assert (statement["owner"], statement["num_owners"]) == ("person", 200)
     assert {release["event"]["unit"] for release in statement["releases"]} == {"person"}
     assert "num_examples" not in statement
+    assert not verify(tmp_path / "run").is_false
 
 
 @pytest.mark.thorough

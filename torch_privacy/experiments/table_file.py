@@ -49,8 +49,15 @@ def declared(path: Path, target: str, file: str | None, owner: str | None, where
     schema = tables.Schema.read(file, shape=shape_in(path))
     if schema.target != target:
         raise ValueError(f"{where}: {file}: is the schema for the target {schema.target!r}, not for {target!r}.")
-    if any(column.name == owner and column.kind != "ignored" for column in schema.columns):
-        raise ValueError(f'{where}: {file}: {owner!r} names the persons; give it kind = "ignored" in the schema.')
+    columns = list(schema.columns)
+    for place, column in enumerate(columns):
+        if owner is not None and column.name == owner and column.kind != "ignored":
+            if column.bounds is not None or column.categories is not None:
+                raise ValueError(
+                    f'{where}: {file}: {owner!r} names the persons; give it kind = "ignored" in the schema.'
+                )
+            columns[place] = tables.Column(owner, "ignored", reason="left out by the command")  # as in the template
+    schema = schema.with_columns(columns, schema.task)
     schema.check_frame(table_in(path), str(path))
     return schema
 

@@ -15,7 +15,7 @@ from torch_privacy.experiments import task
 from torch_privacy.experiments.table_settings import TableSettings
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.support import validate as _check
-from torch_privacy.support.units import ONE_EXAMPLE, plural, unit_of_column
+from torch_privacy.support.units import OF_TABLE, ONE_EXAMPLE, owner_in_words, plural, unit_of_column
 from torch_privacy.tables.cells import read_cells
 from torch_privacy.tables.learn import TOO_FEW
 from torch_privacy.tables.schema import OF_STORAGE
@@ -174,7 +174,8 @@ def unit(settings: TableSettings) -> str:
     """Returns the unit of protection in words."""
     if settings.owner is None:
         return "one row of the table"
-    return f"one {event_unit(settings)}, at most {settings.per_owner} rows in a step"
+    assert settings.per_owner is not None
+    return owner_in_words(event_unit(settings), settings.per_owner, OF_TABLE)
 
 
 def event_unit(settings: TableSettings) -> str:

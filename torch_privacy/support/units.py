@@ -4,6 +4,8 @@
 import re
 
 ONE_EXAMPLE = "example"  # the usual unit
+# what is used of an owner: of a training, of a training on the user's table, and of synthetic rows
+OF_TRAINING, OF_TABLE, OF_SYNTHESIS = USES = ("of its examples in a step", "rows in a step", "of its rows")
 
 
 def check_unit(where: str, **units: str) -> None:
@@ -22,6 +24,15 @@ def with_at_most(unit: str, most: int) -> str:
     'customer with at most 5 examples'
     """
     return f"{unit} with at most {most} example{'s' if most > 1 else ''}"
+
+
+def owner_in_words(owner: str, most: int, use: str) -> str:
+    """Returns what is protected where examples have owners, as a statement says it.
+
+    >>> owner_in_words("customer", 5, OF_TABLE)
+    'one customer, at most 5 rows in a step'
+    """
+    return f"one {owner}, at most {most} {use}"
 
 
 def plural(word: str) -> str:

@@ -20,6 +20,7 @@ from ..privacy.budget_file import counted, includes
 from ..privacy.events.base import releases_to_json
 from ..privacy.spent import ALWAYS_PUBLIC, AUDIT, NEVER_COVERED, NOT_FOR_RELEASE, NOT_PRIVATE, Spent
 from ..privacy.summary import attacker_as_json
+from ..support.units import OF_TRAINING, owner_in_words
 from ..support.validate import Refused
 from ..support.version import __version__
 from .schedule import StepPlan
@@ -279,7 +280,7 @@ class Account:
         if owners is None:
             return {"unit": "one item of the dataset", "num_examples": settings.num_examples}
         return {
-            "unit": f"one {owners.name}, at most {owners.per_owner} of its examples in a step",
+            "unit": owner_in_words(owners.name, owners.per_owner, OF_TRAINING),
             "owner": owners.name,
             "num_owners": owners.count,
             "examples_per_owner": owners.per_owner,

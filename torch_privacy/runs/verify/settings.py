@@ -14,7 +14,7 @@ from torch_privacy.privacy.compose import relation_of
 from torch_privacy.privacy.spent import ALWAYS_PUBLIC, CHOICE_OF_SETTINGS, NEVER_COVERED
 from torch_privacy.runs.verify.evidence import Evidence, lacking, total
 from torch_privacy.runs.verify.finding import ROUNDED, Finding, agrees, differs, equal, is_same, unchecked
-from torch_privacy.support.units import ONE_EXAMPLE
+from torch_privacy.support.units import ONE_EXAMPLE, USES, owner_in_words
 
 NAMES = {  # of settings -> of the statement
     "noise_multiplier": "noise_multiplier",
@@ -195,8 +195,8 @@ def _relation(evidence: Evidence) -> Iterator[Finding]:
     yield equal("what is protected", owner, unit, "the price of the releases")
     subject, text = "unit", statement["unit"]
     if "owner" in statement:
-        wanted = f"one {owner}, at most {statement.get('examples_per_owner')} of its examples in a step"
-        yield equal(subject, text, wanted, "the number of examples per owner")
+        wanted = [owner_in_words(owner, statement.get("examples_per_owner", 0), use) for use in USES]
+        yield equal(subject, text, text if text in wanted else wanted[0], "the number of examples per owner")
     elif text != ITEM:
         yield unchecked(subject, f"{text}: what an example of the data is, only its owner knows")
     else:

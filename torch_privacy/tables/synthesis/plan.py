@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ... import privacy
 from ...privacy import NeighboringRelation
-from ...support.units import ONE_EXAMPLE
+from ...support.units import OF_SYNTHESIS, ONE_EXAMPLE, owner_in_words
 from ...support.validate import one_of, positive, strictly_between, whole
 from ..defaults import Defaults, defaults
 from ..price import LearningBudget
@@ -50,7 +50,7 @@ class SynthesisSettings:
         return (
             "one row of the table"
             if self.per_owner is None
-            else f"one {self.unit}, at most {self.per_owner} of its rows"
+            else owner_in_words(self.unit, self.per_owner, OF_SYNTHESIS)
         )
 
 
