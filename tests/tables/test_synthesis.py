@@ -370,7 +370,13 @@ def test_real_rows_are_judged_to_be_like_themselves_and_lost_categories_are_name
     same = judge(Copy(frame), frame, people(seed=1))
     assert max(same.two_way.values()) == 0
     assert same.lost == {}
-    assert same.scores["synthetic rows"] == same.scores["real rows, without privacy"]
+    for by_name in (same.scores, same.areas):
+        assert by_name["synthetic rows"] == by_name["real rows, without privacy"]
+    assert same.areas["synthetic rows"] > 0.6 > same.areas["nothing: always the same guess"] == 0.5
+    most = frame[SCHEMA.target].mode()[0]
+    assert same.scores["nothing: always the same guess"] == pytest.approx(
+        (people(seed=1)[SCHEMA.target] == most).mean()
+    )
     without = judge(Copy(frame.assign(job="nurse")), frame, people(seed=1))
     assert set(without.lost["job"]) == {"baker", "clerk"}
     assert without.one_way["job"] == pytest.approx(1 - (frame["job"] == "nurse").mean())

@@ -27,6 +27,7 @@ from ..cells import read_cells
 from ..defaults import defaults
 from ..encode import Encoded, Encoder
 from ..model import losses, new_model
+from ..scores import scores_of_classes
 from . import plan
 from .cells import Codes, ColumnGrid
 from .chain import marginal
@@ -53,6 +54,7 @@ class Judgement:
         lost: column -> its categories that real rows have, and synthetic ones have not, with their numbers of rows.
         scores: test scores on held-out real rows, by what the model was trained on; {} without a target.
         measure: of the scores: "accuracy", or "RMSE".
+        areas: AUC of the same models; {} if the target is a number, or if all held-out rows are of one class.
         num_test: number of held-out rows that are scored.
     """
 
@@ -62,6 +64,7 @@ class Judgement:
     lost: Mapping[str, Mapping[str, int]]
     scores: Mapping[str, float]
     measure: str
+    areas: Mapping[str, float]
     num_test: int
 
 
@@ -83,9 +86,9 @@ def judge(
     names, places = grid.names, range(len(grid.sizes))
     two_way = {(names[i], names[j]): distance(real, drawn, (i, j), grid) for i, j in itertools.combinations(places, 2)}
     chance = [distance(real, held_out, pair, grid) for pair in itertools.combinations(places, 2)]
-    scores, measure, num_test = {}, "", 0
+    scores, measure, areas, num_test = {}, "", {}, 0
     if grid.schema.target in names:
-        scores, measure, num_test = _scores(grid, train, test, rows, private, seed)
+        scores, measure, areas, num_test = _scores(grid, train, test, rows, private, seed)
     return Judgement(
         {names[i]: distance(real, drawn, (i,), grid) for i in places},
         two_way,
@@ -93,6 +96,7 @@ def judge(
         _lost(grid, train, rows),
         scores,
         measure,
+        areas,
         num_test,
     )
 
@@ -118,35 +122,42 @@ def _lost(grid: ColumnGrid, train: DataFrame, rows: DataFrame) -> dict[str, dict
 
 def _scores(
     grid: ColumnGrid, train: DataFrame, test: DataFrame, rows: DataFrame, private: GeneratorRun | None, seed: int
-) -> tuple[dict[str, float], str, int]:
+) -> tuple[dict[str, float], str, dict[str, float], int]:
     """Returns scores of the same model, trained on synthetic rows, on real ones with privacy, and without."""
     encoder = Encoder(grid.schema)
     real, held_out = encoder.encode(train), encoder.encode(test)
     known = held_out.has_target
     if not known.any():
-        return {}, "", 0
+        return {}, "", {}, 0
     is_class = grid.schema.task == "classification"
+    areas: dict[str, float] = {}
 
-    def score(model: Any) -> float:
+    def score(name: str, outputs: Tensor) -> None:
+        targets = _targets(held_out)[known]
+        if not is_class:
+            found[name] = float((outputs.clamp(-1, 1) - targets).square().mean().sqrt()) * encoder.target_scale
+            return
+        probabilities = outputs.double().softmax(1).numpy()
+        measures = scores_of_classes(probabilities, targets.numpy(), encoder.schema.classes)["measures"]
+        values = {one["name"]: one["value"] for one in measures}
+        found[name] = values["accuracy"]
+        if "AUC" in values:
+            areas[name] = values["AUC"]
+
+    def outputs_of(model: Any) -> Tensor:
         with torch.no_grad():
-            outputs, targets = model(held_out.inputs[known]), _targets(held_out)[known]
-        if is_class:
-            return float((outputs.argmax(1) == targets).float().mean())
-        return float((outputs.clamp(-1, 1) - targets).square().mean().sqrt()) * encoder.target_scale
+            return model(held_out.inputs[known])
 
+    found: dict[str, float] = {}
     drawn = encoder.encode(rows.reindex(columns=train.columns, fill_value=""))  # ignored columns are empty
-    found = {"synthetic rows": score(_trained(encoder, drawn, seed))}
+    score("synthetic rows", outputs_of(_trained(encoder, drawn, seed)))
     if private is not None:
-        found["real rows, with the same epsilon"] = score(_privately(encoder, real, private, seed))
-    found["real rows, without privacy"] = score(_trained(encoder, real, seed))
-    targets = _targets(real)[real.has_target]
-    if is_class:
-        most = targets.bincount().argmax()
-        found["nothing: always the same guess"] = float((_targets(held_out)[known] == most).float().mean())
-    else:
-        error = (_targets(held_out)[known] - targets.mean()).square().mean().sqrt()
-        found["nothing: always the same guess"] = float(error) * encoder.target_scale
-    return found, "accuracy" if is_class else "RMSE", int(known.sum())
+        score("real rows, with the same epsilon", outputs_of(_privately(encoder, real, private, seed)))
+    score("real rows, without privacy", outputs_of(_trained(encoder, real, seed)))
+    targets, n = _targets(real)[real.has_target], int(known.sum())
+    shares = targets.bincount(minlength=len(encoder.schema.classes)).log() if is_class else targets.mean()
+    score("nothing: always the same guess", shares.expand(n, *shares.shape))
+    return found, "accuracy" if is_class else "RMSE", areas, n
 
 
 def _targets(encoded: Encoded) -> Tensor:

@@ -113,7 +113,13 @@ def _scores(found: Judgement) -> list[str]:
         "<h2>What can be learnt from the rows</h2>",
         html.paragraphs([text]),
         html.pairs(
-            (f"{found.measure}, trained on {name}", _shown(found, score)) for name, score in found.scores.items()
+            [
+                *(
+                    (f"{found.measure}, trained on {name}", _shown(found, score))
+                    for name, score in found.scores.items()
+                ),
+                *((f"AUC, trained on {name}", f"{area:.3f}") for name, area in found.areas.items()),
+            ]
         ),
         html.figures([_scores_plot(found)]),
     ]
