@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import torch_privacy as tp
 from torch_privacy.jacobian.recording.coverage import CodePath
+from torch_privacy.model_check.rehearsal.kept import draw_few
 from torch_privacy.training.rehearsals import BLOCK, RARELY
 
 LATE = 5  # neither one of the first steps nor a power of two
@@ -364,3 +365,56 @@ def test_a_warning_of_new_code_names_the_call():
     _, run = training_of(lambda t, m, h: space[f"g{t.step_count}"](h), num_steps=30)
     with pytest.warns(UserWarning, match=r"New now: the call of clone in g\d+ \(<string>, line 3\)"):
         run()
+
+
+class Names(torch.utils.data.Dataset):
+    """Names of which all but every twentieth are of the largest length, as items of tensors, text or numbers."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, k):
+        numbers = [1 + (k * 7 + j) % 25 for j in range(12 if k % 20 else 5)]
+        return {"tensor": torch.tensor(numbers), "text": "".join(map(chr, numbers)), "numbers": {"ids": numbers}}[
+            self.kind
+        ]
+
+
+def padded(items):
+    as_numbers = {torch.Tensor: lambda x: x.tolist(), str: lambda x: [*map(ord, x)], dict: lambda x: x["ids"]}
+    numbers = [torch.tensor(as_numbers[type(item)](item)) for item in items]
+    return nn.utils.rnn.pad_sequence(numbers, batch_first=True)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "text", "numbers"])
+def test_lengths_that_others_pad_to_are_seen_even_if_nearly_all_are_the_longest(kind):
+    """The last position of a recurrence is that of the longest name in the batch."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"e": nn.Embedding(26, 4), "r": nn.GRU(4, 4, batch_first=True), "f": nn.Linear(4, 1)})
+    training = tp.PrivateTraining(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), tp.Examples(Names(kind), collate_fn=padded),
+        expected_batch_size=40, num_steps=2, clipping=tp.Flat(1.0), noise_multiplier=1.0, test_seed=1,
+    )  # fmt: skip
+
+    def run():
+        for x in training:
+            training.step(model["f"](model["r"](model["e"](x))[0][:, -1]).squeeze(1).square())
+
+    with pytest.raises(tp.Refused, match="when the rest was left out"):
+        run()
+    assert training.step_count == 0
+
+
+@pytest.mark.parametrize("of_units", [False, True])
+def test_the_few_that_are_kept_alone_are_shorter_than_the_longest(of_units):
+    generator = np.random.default_rng(0)
+    sizes = np.array([9] * 30 + [3, 5, 9, 9])
+    units = np.arange(34) // 2 if of_units else None
+    for _ in range(20):
+        kept = sizes[draw_few(34, generator, units, sizes)]
+        assert set(kept) == {3, 5}
+    equal = [draw_few(34, generator, None, np.full(34, 9)).sum() for _ in range(20)]
+    assert max(equal) == 4

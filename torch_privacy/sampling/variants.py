@@ -125,6 +125,11 @@ class DatasetExamples:
         """True if random numbers were drawn to fetch the items, or to collate them."""
         return end is not None and end != _start(self._request, purpose)
 
+    def sizes(self) -> np.ndarray | None:
+        """Returns the number of numbers and letters in each example (count,); None where items are no list."""
+        found = [_size(one) for one in _by_example(self.items, self._request.views)]
+        return np.array(found) if len(found) == self.count else None
+
     def repeats(self) -> bool:
         """True if the data set returns the same items again, given the same random numbers."""
         return self._is_repeated
@@ -338,6 +343,19 @@ def _select(batch: Any, rows: np.ndarray, n: int, found: list[bool]) -> Any:
 def _versions(batch: Any) -> list[int]:
     """Returns how often the tensors of a batch were written into."""
     return [*map(version_of, filterfalse(torch.Tensor.is_inference, tensors_in(batch)))]
+
+
+def _size(value: Any) -> int:
+    """Returns the number of numbers and letters in an item."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return int(np.prod(value.shape))
+    if isinstance(value, Mapping):
+        return sum(map(_size, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_size, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return sum(_size(getattr(value, entry.name)) for entry in fields(value))
+    return len(value) if isinstance(value, (str, bytes)) else 1
 
 
 def _shapes(batch: Any) -> Any:

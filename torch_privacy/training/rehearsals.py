@@ -366,7 +366,8 @@ class Rehearsals:
             self.memory.notes |= self.items.notes
         kept = draw_halves(examples.count, examples.generator, units)
         whole = units if by_owner else None  # an owner's examples may depend on each other
-        alone = [draw_few(examples.count, examples.generator, whole)]
+        sizes = examples.sizes() if thorough or examples.generator.integers(2) else None
+        alone = [draw_few(examples.count, examples.generator, whole, sizes)]
         alone += [without_ends(keep, whole) for keep in kept] if thorough else []
         rehearsal = Rehearsal(
             self.model,

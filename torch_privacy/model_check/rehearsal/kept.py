@@ -22,15 +22,25 @@ def draw_halves(count: int, generator: np.random.Generator, units: np.ndarray | 
     return [keep, ~keep]
 
 
-def draw_few(count: int, generator: np.random.Generator, units: np.ndarray | None = None) -> np.ndarray:
+def draw_few(
+    count: int, generator: np.random.Generator, units: np.ndarray | None = None, sizes: np.ndarray | None = None
+) -> np.ndarray:
     """Returns a mask of a few random examples, so few that the longest of the batch is rarely among them.
+
+    With ``sizes`` (count,) it never is, unless all are as long: the shortest examples are kept. So what follows the
+    padded length is seen even if nearly all examples are of the largest length.
 
     Examples of one unit stay together.
     """
     if units is not None:
-        return draw_few(int(units.max()) + 1, generator)[units]
-    keep = np.zeros(count, bool)
-    keep[generator.permutation(count)[: min(FEW, -(-count // 4), count // 2)]] = True
+        number = int(units.max()) + 1
+        if sizes is not None:
+            sizes = np.array([sizes[units == unit].max() for unit in range(number)])
+        return draw_few(number, generator, None, sizes)[units]
+    order, keep = generator.permutation(count), np.zeros(count, bool)
+    if sizes is not None and (shorter := order[sizes[order] < sizes.max()]).size:
+        order = shorter[np.argsort(sizes[shorter], kind="stable")]
+    keep[order[: min(FEW, -(-count // 4), count // 2)]] = True
     return without_ends(keep) if count > 2 else keep
 
 
