@@ -287,3 +287,9 @@ def test_moments_bound_where_delta_is_tiny(sigma: float, q: float, steps: int, d
 def test_losses_beyond_floating_point_are_bounded() -> None:
     high = privacy.compose([(privacy.SubsampledGaussian(0.05, 0.3), 3)]).epsilon(1e-40).high
     assert 1_000 < high < 1_060  # 1 - Phi is 1e-40 at 13.3 deviations: 3 (20²) / 2 + 13.3 sqrt(3) 20 = 1,060
+
+
+def test_one_rare_step_beside_ten_thousand_with_little_noise_is_priced() -> None:
+    """The lattice begins with a spacing that is wider than all losses of the rare step."""
+    steps = [(privacy.SubsampledGaussian(0.1, 1.0), 10_000), (privacy.SubsampledGaussian(1.0, 0.03), 1)]
+    assert 1 - 1e-8 < privacy.compose(steps).delta(0.0).low <= 1

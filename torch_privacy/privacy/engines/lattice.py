@@ -156,6 +156,8 @@ def _(pair: DiscretizablePair, spacing: float) -> Lattice:
     heights, cuts = heights[first : last + 1], np.concatenate([cuts[:1], cuts[first + 1 : last + 1], cuts[-1:]])
     mass, kappa = pair.cells(cuts, heights)
     if kappa[-1] < -8 * UNIT * mass[-1]:  # an atom below the last lattice point: its cell joins the one before
+        if len(heights) == 1:  # the spacing is so wide that there is none
+            raise Unresolved
         heights, cuts = heights[:-1], np.delete(cuts, -2)
         mass, kappa = pair.cells(cuts, heights)
     mass = _without_concave_kinks(_lowered(mass, kappa, spacing), spacing)
