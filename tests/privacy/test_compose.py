@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
 import sys
 
 import numpy as np
@@ -282,6 +283,16 @@ def test_statement_rounds_outwards_and_names_its_assumptions():
     assert profile.sampler == "Poisson"
     assert profile.neighboring_relation is privacy.NeighboringRelation.ADD_OR_REMOVE_ONE
     assert profile.events == [(privacy.SubsampledGaussian(0.55, 256 / 29305), 2061)]
+
+
+def test_epsilon_and_delta_as_printed_hold_together():
+    """1 / 290,160 is 3.446374e-06: with six digits, rounded to the nearest, a smaller δ was printed."""
+    delta = 1 / 290_160
+    noise = privacy.calibrate(2.0, delta, sampling_probability=1.0, num_steps=1, tolerance=1e-10)
+    profile = privacy.compose([(privacy.Gaussian(noise), 1)])
+    printed = re.search(r", (\S+)\] at delta = (\S+) ", profile.statement(delta))
+    assert printed is not None
+    assert profile.epsilon(float(printed[2])).high <= float(printed[1]) == 2.0
 
 
 def test_epsilon_is_finite_when_delta_is_below_what_was_truncated():

@@ -28,6 +28,13 @@ def test_every_row_is_within_the_target_and_no_smaller_noise_is(found):
         assert epsilon_of(row.noise_multiplier, row) <= EPSILON < epsilon_of(0.999 * row.noise_multiplier, row)
 
 
+def test_the_noise_of_every_row_is_within_the_target_as_printed(found):
+    printed = [float(line.split()[2]) for line in str(found).split("\n\n")[1].splitlines()[1:]]
+    assert len(printed) == len(found.rows)
+    for noise, row in zip(printed, found.rows, strict=True):
+        assert row.noise_multiplier <= noise < row.noise_multiplier + 1e-3
+
+
 def test_signal_is_that_of_the_steps_over_that_of_one_whole_release(found):
     one = 1 / found.limit  # noise multiplier of one release of everything
     assert privacy.compose([(privacy.Gaussian(one), 1)]).epsilon_high(DELTA) == pytest.approx(EPSILON, rel=1e-3)

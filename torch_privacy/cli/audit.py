@@ -164,7 +164,7 @@ def _price_of(run: str) -> str:
     """Returns what an audit of this run would spend, in words; refuses what cannot be audited."""
     from torch_privacy.cli.subjects import is_factory
     from torch_privacy.experiments.auditing import subject_of
-    from torch_privacy.privacy.rounding import round_up
+    from torch_privacy.privacy.rounding import round_up, short
     from torch_privacy.runs.folder import RunFolder
 
     price = "the epsilon of one more training"
@@ -173,7 +173,7 @@ def _price_of(run: str) -> str:
         folder = RunFolder(Path(run))
         if folder.results.exists() and "privacy" in (results := folder.read_results()):
             stated = results["privacy"]
-            price = f"epsilon {round_up(stated['epsilon']['high'])} at delta = {stated['delta']:g} once more"
+            price = f"epsilon {round_up(stated['epsilon']['high'])} at delta = {short(stated['delta'])} once more"
     return (
         f"audit: nothing was trained. An audit trains again, with canaries, on the same data, and spends {price}; that "
         "adds to what they have spent. To do so, add --spend. To spend nothing, test scores of your own with --scores"

@@ -45,18 +45,18 @@ def open_budget(file: File, *, epsilon: Epsilon, delta: Delta, unit: Unit = "exa
 def _say_drawn(file: Path) -> None:
     """Says in one line what the budget allows, and what is drawn from it."""
     from torch_privacy.privacy.budget_file import state_in
-    from torch_privacy.privacy.rounding import round_up
+    from torch_privacy.privacy.rounding import round_up, short
 
     state = state_in(file)
     drawn = round_up(state.as_json()["epsilon_drawn"])
-    say(f"{file}: epsilon {state.epsilon:g} at delta = {state.delta:g}, of which at most {drawn} is drawn.")
+    say(f"{file}: epsilon {state.epsilon:g} at delta = {short(state.delta)}, of which at most {drawn} is drawn.")
 
 
 @budget.command()
 def status(file: File, as_json: AsJson = False) -> None:
     """Show how much of a budget is drawn. The file is only read."""
     from torch_privacy.privacy.budget_file import state_in
-    from torch_privacy.privacy.rounding import round_up
+    from torch_privacy.privacy.rounding import round_up, short
     from torch_privacy.support.units import ONE_EXAMPLE, plural
 
     state = state_in(file)
@@ -64,7 +64,7 @@ def status(file: File, as_json: AsJson = False) -> None:
     number = state.data.get("num_examples")
     items = f"{plural(state.unit)}, their number is not shown" if number is None else f"{number} {plural(ONE_EXAMPLE)}"
     lines = [
-        ("budget", f"epsilon {state.epsilon:g} at delta = {state.delta:g}"),
+        ("budget", f"epsilon {state.epsilon:g} at delta = {short(state.delta)}"),
         ("protects", state.neighboring_relation.words(state.unit)),
         ("drawn", f"epsilon at most {round_up(content['epsilon_drawn'])}"),
         ("runs", f"{content['num_runs']}, of which {content['num_unsettled']} have not ended"),

@@ -158,7 +158,7 @@ def _search_privately(
 ) -> None:
     from torch_privacy.experiments.private_search import PrivateSearch
     from torch_privacy.privacy import Budget
-    from torch_privacy.privacy.rounding import round_down, round_up
+    from torch_privacy.privacy.rounding import round_down, round_up, short
     from torch_privacy.runs.folder import RunFolder
 
     place = RunFolder(folder)
@@ -172,7 +172,7 @@ def _search_privately(
     lines = [
         ("chosen", _words(results["chosen"])),
         ("score, with noise", f"{100 * results['noisy_score']:.2f} %"),
-        (f"epsilon of the search at delta = {results['delta']:g}", f"[{round_down(low)}, {round_up(high)}]"),
+        (f"epsilon of the search at delta = {short(results['delta'])}", f"[{round_down(low)}, {round_up(high)}]"),
         ("model and statement", str(folder)),
     ]
     print_result({**results, "run": str(folder)}, lines, output.as_json)

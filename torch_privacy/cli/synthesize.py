@@ -70,7 +70,7 @@ def synthesize(
     drawn from the folder at any time, and cost no more epsilon. After Ctrl-C, --resume continues the run.
     """
     from torch_privacy.experiments import synthetic_table
-    from torch_privacy.privacy.rounding import round_up
+    from torch_privacy.privacy.rounding import round_up, short
     from torch_privacy.runs.folder import RunFolder
 
     _check_drawing(rows, out, seed, audit, page, run)  # before a generator is paid for
@@ -113,7 +113,8 @@ def synthesize(
             job.run.finish(job.not_covered)
         finally:
             job.run.close()
-    more = [(f"epsilon at delta = {job.run.settings.delta:g}", f"at most {round_up(epsilon)}, for any number of rows")]
+    at = f"epsilon at delta = {short(job.run.settings.delta)}"
+    more = [(at, f"at most {round_up(epsilon)}, for any number of rows")]
     if page:
         more.append(("page, for the owner alone", str(job.run.folder.synthesis)))
     if rows is None:

@@ -12,7 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from torch_privacy.privacy.rounding import round_down, round_up
+from torch_privacy.privacy.rounding import round_down, round_up, scientific
 from torch_privacy.runs.table import MISSING, headings, lines, summary, title, what
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def persons_view(claims: Sequence[Claim], persons: Persons) -> Group:
 def _epsilon_cell(claim: Claim) -> str:
     assert claim.epsilon is not None
     if claim.epsilon >= 1e4:
-        return f"{claim.epsilon:.2e}"
+        return scientific(claim.epsilon)
     shown = round_up(claim.epsilon) if claim.kind != "approximation" else f"{claim.epsilon:.3f}"
     return shown if claim.low is None else f"[{round_down(claim.low)}, {shown}]"
 

@@ -13,7 +13,7 @@ import numpy as np
 from torch_privacy import privacy, tables
 from torch_privacy.experiments import task
 from torch_privacy.experiments.table_settings import TableSettings
-from torch_privacy.privacy.rounding import round_up
+from torch_privacy.privacy.rounding import round_up, short
 from torch_privacy.support import validate as _check
 from torch_privacy.support.units import OF_TABLE, ONE_EXAMPLE, owner_in_words, plural, unit_of_column
 from torch_privacy.tables.cells import read_cells
@@ -41,7 +41,7 @@ def notes(
     chosen = (
         f"{name}: trains on {n:,} {whom}; a share of {settings.test_share:g} is kept for the test. Protected: "
         f"{unit(settings)}.",
-        f"Chosen: delta {settings.delta:g}, batches of {settings.expected_batch_size:,}, {steps:,} steps "
+        f"Chosen: delta {short(settings.delta)}, batches of {settings.expected_batch_size:,}, {steps:,} steps "
         f"({epochs}), {_units(settings)}, {clipping}, learning rate {settings.learning_rate:g}, "
         f"weight decay {settings.weight_decay:g}, averaged weights.",
     )

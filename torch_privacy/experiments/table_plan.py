@@ -11,7 +11,7 @@ from torch_privacy.experiments import own_table, table_file, table_notes
 from torch_privacy.experiments.table_budget import learning_budget, planned_noise
 from torch_privacy.experiments.table_settings import TableSettings
 from torch_privacy.experiments.task import number_of_steps
-from torch_privacy.privacy.rounding import round_up
+from torch_privacy.privacy.rounding import round_up, short
 from torch_privacy.tables.mechanisms import frequent
 
 
@@ -61,6 +61,6 @@ def plan_lines(settings: TableSettings) -> list[tuple[str, str]]:
     noise = planned_noise(settings, schema, n)
     return [
         *lines,
-        ("training", f"{steps}, noise multiplier {noise:.3g}"),
-        ("epsilon in all", f"{epsilon:g} at delta = {delta:g}; this plan has cost nothing"),
+        ("training", f"{steps}, noise multiplier {round_up(noise)}"),
+        ("epsilon in all", f"{epsilon:g} at delta = {short(delta)}; this plan has cost nothing"),
     ]

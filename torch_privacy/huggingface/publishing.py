@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput
 
-from ..privacy.rounding import round_up
+from ..privacy.rounding import round_up, short
 from ..privacy.summary import attacker_lines
 from ..support.validate import Refused
 from ..support.write_file import PUBLIC, write_whole
@@ -71,12 +71,13 @@ def card_section(statement: Mapping[str, Any]) -> str:
     epsilon, delta = statement.get("epsilon"), statement.get("delta")
     if not statement["private"]:
         lines.append("The training is **not private**: `privacy.json` says why.")
-    elif epsilon is None or epsilon["high"] is None:
+    elif epsilon is None or epsilon["high"] is None or delta is None:
         lines.append("The training was private; no epsilon is stated, because no delta was given. See `privacy.json`.")
     else:
         lines.append(
             f"The training is (ε, δ)-differentially private with **ε ≤ {round_up(epsilon['high'])}** at "
-            f"**δ = {delta:g}**, a certified upper bound by torch\\_privacy {statement['versions']['torch_privacy']}."
+            f"**δ = {short(delta)}**, a certified upper bound by torch\\_privacy "
+            f"{statement['versions']['torch_privacy']}."
         )
     rows = [
         ("unit of privacy", statement["unit"]),

@@ -26,6 +26,7 @@ from .audit_bounds import (
 from .audit_sums import Sums, ideal_sums, plan_block, sums
 from .bracket import Array
 from .compose import Profile
+from .rounding import round_down, round_up, short
 from .tradeoff import PiecewiseLinear
 from .tradeoff.base import rates
 
@@ -220,7 +221,7 @@ class Audit:
         }
 
     def __str__(self) -> str:
-        claim = f"epsilon = {self.profile.epsilon(self.delta).high:.3f} at delta = {self.delta:g}"
+        claim = f"epsilon = {round_up(self.profile.epsilon(self.delta).high)} at delta = {short(self.delta)}"
         verdict = (
             f"the claim {claim} is REJECTED (p = {self.p_value:.2g}): the training is less private than its ledger says"
             if self.is_rejected
@@ -228,12 +229,12 @@ class Audit:
         )
         confidence = f"{100 * (1 - self.significance):g} %"
         bound = (
-            f"epsilon is at least {self.epsilon_low():.3f} ({confidence} confidence, this data and this attack); the "
-            f"ideal attack with as many canaries would show {self.epsilon_ideal():.3f}"
+            f"epsilon is at least {round_down(self.epsilon_low())} ({confidence} confidence, this data and this "
+            f"attack); the ideal attack with as many canaries would show {round_down(self.epsilon_ideal())}"
         )
         if self.sums is not None:
             right = f"{self.sums.num_right} of {self.sums.num_blocks}"
-            bound += f"; sums of scores, right in {right} blocks, show {self.epsilon_sums():.3f}"
+            bound += f"; sums of scores, right in {right} blocks, show {round_down(self.epsilon_sums())}"
         return " ".join([f"{self._counts()}: {verdict}; {bound}.", *self.notes])
 
     def _counts(self) -> str:

@@ -31,7 +31,7 @@ from .compose import compose
 from .events.base import Event, NeighboringRelation, check_relation, releases_to_json
 from .ledger import Ledger, Release
 from .ledger_file import LedgerFile
-from .rounding import round_up
+from .rounding import round_up, short
 
 PATIENCE = 120.0  # seconds to wait for another process, which may be pricing a run
 
@@ -352,7 +352,7 @@ class DataBudget(Budget):
         how = "" if state.is_open else ", as one that may be chosen from outcomes of earlier runs"
         raise Refused(
             f"Budget: this run does not fit into {str(self.path)!r} (epsilon {self.epsilon:g} at delta = "
-            f"{self.delta:g}): {round_up(state.epsilon_high)} is drawn, and with this run{how} it would be "
+            f"{short(self.delta)}): {round_up(state.epsilon_high)} is drawn, and with this run{how} it would be "
             f"{round_up(further.epsilon_high)}. Nothing was read or released. Add noise, take fewer steps, or settle "
             f"runs that have ended (torch-privacy budget status {self.path})."
         )

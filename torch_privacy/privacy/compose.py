@@ -17,7 +17,7 @@ from .engines.dispatch import METHODS, curves
 from .events.base import REMOVALS, Event, NeighboringRelation, checked_releases
 from .events.charged import charged
 from .pairs.base import DominatingPair, PairBounds
-from .rounding import fixed
+from .rounding import fixed, short
 from .tradeoff import PiecewiseLinear, metrics, of_profile
 from .tradeoff.base import rates
 
@@ -222,7 +222,7 @@ class Profile:
         relation = self.neighboring_relation.words(unit or self.unit)
         context = "; ".join([f"{relation}, {self.sampler} sampling", *self.assumptions])
         interval = f"[{_rounded(low, ROUND_FLOOR)}, {_rounded(high, ROUND_CEILING)}]"
-        return f"epsilon in {interval} at delta = {delta:g} ({context})"
+        return f"epsilon in {interval} at delta = {short(delta)} ({context})"
 
     def __str__(self) -> str:
         return self.statement(1e-5)

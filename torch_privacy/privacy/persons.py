@@ -56,9 +56,9 @@ class Persons:
             (f"sampling examples: epsilon of a person with {most}", _interval(self.person)),
             (
                 "  by generic group privacy, for comparison",
-                f"none below {LARGEST * most:g}" if generic is None else f"{generic:.2f}",
+                f"none below {LARGEST * most:g}" if generic is None else round_up(generic, 2),
             ),
-            (f"  noise multiplier for epsilon {round_up(self.one.high)}", f"{self.noise_multiplier:.4g}"),
+            (f"  noise multiplier for epsilon {round_up(self.one.high)}", round_up(self.noise_multiplier)),
             ("  noise over that of sampling persons", f"{self.noise_ratio:.3f}"),
             ("rule", self.rule),
         ]

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..support.validate import InvalidValue, in_range, plain_numbers, positive, strictly_between, whole
 from .calibrate import calibrate
+from .rounding import round_up, short
 
 STEPS = (250, 500, 1000, 2000)
 ENOUGH = 0.9  # of what can be learnt
@@ -155,11 +156,11 @@ class TrainingPlan:
         return min(shares), max(shares)
 
     def __str__(self) -> str:
-        about = f"{self.num_examples:,} examples, epsilon {self.target_epsilon:g} at delta = {self.delta:g}"
+        about = f"{self.num_examples:,} examples, epsilon {self.target_epsilon:g} at delta = {short(self.delta)}"
         heads = f"{'steps':>6}{'batch':>10}{'noise multiplier':>18}{'signal':>9}{'examples touched':>20}"
         rows = [
-            f"{row.num_steps:6,}{row.expected_batch_size:10,}{row.noise_multiplier:18.3f}{100 * row.signal:7.0f} %"
-            f"{row.cost:20,}{'  <- take this' if row is self.chosen else ''}"
+            f"{row.num_steps:6,}{row.expected_batch_size:10,}{round_up(row.noise_multiplier):>18}"
+            f"{100 * row.signal:7.0f} %{row.cost:20,}{'  <- take this' if row is self.chosen else ''}"
             for row in self.rows
         ]
         measured = [

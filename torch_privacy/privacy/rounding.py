@@ -28,6 +28,19 @@ def scientific(value: float, rounding: str = ROUND_CEILING) -> str:
     return f"{digits}e{exponent}" if exponent else str(digits)
 
 
+def short(value: float, rounding: str = ROUND_CEILING) -> str:
+    """Returns up to six significant digits, rounded in the given direction: a δ, or a target, as one writes it.
+
+    Example:
+        >>> short(1e-5), short(1 / 293110), short(2.0), short(1 / 293110, ROUND_FLOOR)
+        ('1e-05', '3.41169e-06', '2', '3.41168e-06')
+    """
+    if not value or not isfinite(value):
+        return f"{value:g}"
+    exact = Decimal(repr(float(value)))  # the digits that were written, not those of the binary number
+    return f"{float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - 5), rounding)):g}"
+
+
 def round_down(value: float, digits: int = 3) -> str:
     """Returns a lower bound with ``digits`` decimals, never rounded up."""
     return _directed(value, digits, ROUND_FLOOR)

@@ -7,7 +7,7 @@ from math import inf
 from ..support.notebook import html_table
 from .bracket import Bracket
 from .compose import Profile
-from .rounding import round_up
+from .rounding import round_up, short
 from .summary import attacker_as_json, attacker_lines
 
 NOT_PRIVATE = "NOT PRIVATE (test_seed fixes noise and batches, so anyone can take the noise off)"
@@ -53,7 +53,7 @@ class Spent:
         rows = [("spent", self.text)]
         if not self.is_public and self.planned != self.epsilon:
             rows.append(
-                ("all planned steps", f"epsilon at most {round_up(self.planned.high)} at delta = {self.delta:g}")
+                ("all planned steps", f"epsilon at most {round_up(self.planned.high)} at delta = {short(self.delta)}")
             )
         if self.unit:
             rows.append(("unit of privacy", self.unit))

@@ -11,7 +11,7 @@ import numpy as np
 
 from torch_privacy import privacy
 from torch_privacy.privacy.events.base import chosen_fields, releases_to_json
-from torch_privacy.privacy.rounding import round_down, round_up, scientific
+from torch_privacy.privacy.rounding import round_down, round_up, scientific, short
 from torch_privacy.support.validate import InvalidValue, Refused
 
 FALSE_POSITIVE_RATES = (1e-2, 1e-3, 1e-4)  # at which the attacker's true positive rate is reported
@@ -138,7 +138,7 @@ def privacy_lines(summary: Summary) -> list[tuple[str, str]]:
     """Returns the summary as lines of a table: name and value."""
     low, high = round_down(summary.epsilon_low), round_up(summary.epsilon_high)
     lines = [
-        (f"epsilon at delta = {summary.delta:g}, certified", f"[{low}, {high}]; report {high}"),
+        (f"epsilon at delta = {short(summary.delta)}, certified", f"[{low}, {high}]; report {high}"),
         *_release_lines(summary.releases),
     ]
     if summary.clt_epsilon is not None:

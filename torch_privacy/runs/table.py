@@ -7,7 +7,7 @@ from decimal import ROUND_FLOOR
 from statistics import mean, stdev
 from typing import Any
 
-from torch_privacy.privacy.rounding import round_down, round_up, scientific
+from torch_privacy.privacy.rounding import round_down, round_up, scientific, short
 from torch_privacy.runs.metrics import Measure
 from torch_privacy.runs.quality import quality_lines
 from torch_privacy.runs.rows import TableColumn
@@ -96,7 +96,7 @@ def summary(results: Mapping[str, Any]) -> str:
         parts.append(f"seed{'s' * (len(most[0]) > 1)} {_listed(most[0])}{of_some}")
     parts.append(f"{duration(sum(run['seconds'] for run in runs))} on {results['machine']}")
     if deltas := results.get("deltas"):
-        parts.append(f"epsilon at delta = {' and '.join(f'{delta:g}' for delta in deltas)}")
+        parts.append(f"epsilon at delta = {' and '.join(short(delta) for delta in deltas)}")
     text = ", ".join(parts)
     return text[0].upper() + text[1:]
 

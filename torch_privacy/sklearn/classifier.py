@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import privacy
-from ..privacy.rounding import round_up
+from ..privacy.rounding import round_up, short
 from ..support.validate import Refused, quoted
 from .arguments import naming_arguments
 from .base import PrivateEstimator
@@ -157,7 +157,7 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
             spent = privacy.compose([(release.event, 1) for release in releases]).epsilon_high(plan.delta)
             why = (
                 f" A class needs more than about {found.threshold:.0f} examples to be found, and looking has cost "
-                f"epsilon {round_up(spent)} at delta = {plan.delta:g}."
+                f"epsilon {round_up(spent)} at delta = {short(plan.delta)}."
                 ' Give classes=[...] if they are known without the data; classes="public" takes those in y.'
             )
         else:

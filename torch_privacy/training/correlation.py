@@ -13,6 +13,7 @@ from ..mechanisms.clipping import Adaptive
 from ..mechanisms.estimated_norms import Sketched
 from ..mechanisms.gep import BGEP, GEP
 from ..mechanisms.scheduled import Scheduled
+from ..privacy.rounding import round_up
 from ..sampling.samplers import CyclicSampler, Sampler
 from ..support.validate import Refused, one_of, plain_numbers, whole
 from .sampling import Sampling
@@ -148,8 +149,8 @@ class Banded:
         spent = privacy.compose(beside).epsilon_high(delta) if beside else 0.0
         if spent >= target_epsilon > 0:
             raise ValueError(
-                f"Banded: target_epsilon={target_epsilon!r} is spent by prior releases, which cost {spent:.4g}. Raise "
-                "the target, or add more noise to those."
+                f"Banded: target_epsilon={target_epsilon!r} is spent by prior releases, which cost {round_up(spent)}. "
+                "Raise the target, or add more noise to those."
             )
         rows, bands = [], 1
         while sampling_probability * bands <= 1 and bands <= num_steps:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from ..privacy.summary import round_up
+from ..privacy.rounding import round_up, short
 from ..support.validate import whole
 from .callbacks import Callback, StepLog
 
@@ -111,7 +111,9 @@ def is_due(step: StepLog, every: int) -> bool:
 
 def line_of(step: StepLog) -> str:
     """Returns a step in one line."""
-    epsilon = "no delta" if step.epsilon is None else f"epsilon <= {round_up(step.epsilon)} at delta = {step.delta:g}"
+    epsilon = "no delta"
+    if step.epsilon is not None and step.delta is not None:
+        epsilon = f"epsilon <= {round_up(step.epsilon)} at delta = {short(step.delta)}"
     private = epsilon if step.warning is None else f"{step.warning}: {epsilon}"
     exact = ", ".join(f"{name} {value:.4g}" for name, value in step.not_private.items())
     return f"step {step.step} of {step.num_steps}: {private}; not private: {exact or 'empty batch'}"

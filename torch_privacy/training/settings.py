@@ -21,6 +21,7 @@ from ..mechanisms.gep import BGEP, GEP
 from ..mechanisms.scheduled import Scheduled
 from ..privacy.budget_file import new_run
 from ..privacy.events.base import WITHOUT_NOISE
+from ..privacy.rounding import round_up
 from ..sampling.owners import Owners
 from ..support.units import ONE_EXAMPLE, plural
 from ..support.validate import Refused, plain_numbers, positive, strictly_between, whole
@@ -190,8 +191,8 @@ class TrainingSettings:
         spent = privacy.compose(self.prior_events).epsilon_high(delta)
         if spent >= target:
             raise ValueError(
-                f"{WHERE}: target_epsilon={target!r} is spent by prior_releases, which cost {spent:.4g}. Raise the "
-                "target, or add more noise to those."
+                f"{WHERE}: target_epsilon={target!r} is spent by prior_releases, which cost {round_up(spent)}. Raise "
+                "the target, or add more noise to those."
             )
         noise = privacy.calibrate_schedule(
             lambda noise: [*self.prior_events, *self._plan(mechanism, noise).releases], target, delta, start=exact

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from torch_privacy import privacy
 from torch_privacy.privacy.comparison import Claim
-from torch_privacy.privacy.rounding import round_down, round_up, scientific
+from torch_privacy.privacy.rounding import round_up, scientific, short
 from torch_privacy.privacy.summary import Releases, compose_steps, equal_steps, limit_of, moments_or_none
 from torch_privacy.runs.report import figures
 
@@ -39,7 +39,7 @@ def calibration_figure(
     chosen = figures.Mark(
         noise_multiplier, target, f"noise multiplier {noise_multiplier:.4g}\nepsilon at most {target:g}"
     )
-    title = f"{num_steps:,} steps, q = {sampling_probability:.4g}, delta = {delta:g}"
+    title = f"{num_steps:,} steps, q = {sampling_probability:.4g}, delta = {short(delta)}"
     return figures.noise_plot(noise, privacy.Bracket(low, high), chosen, target, title=title)
 
 
@@ -71,12 +71,12 @@ def claims_figure(claims: list[Claim], title: str) -> Figure:
 
 def epsilon_mark(epsilon: privacy.Bracket[float], delta: float) -> figures.Mark:
     """Returns the point that ``epsilon`` reports."""
-    return figures.Mark(delta, epsilon.high, f"at most {round_up(epsilon.high)} at {delta:g}")
+    return figures.Mark(delta, epsilon.high, f"at most {round_up(epsilon.high)} at {short(delta)}")
 
 
 def delta_mark(epsilon: float, delta: privacy.Bracket[float]) -> figures.Mark:
     """Returns the point that ``delta`` reports."""
-    return figures.Mark(delta.high, epsilon, f"at most {scientific(delta.high)} at {round_down(epsilon)}")
+    return figures.Mark(delta.high, epsilon, f"at most {scientific(delta.high)} at {round_up(epsilon)}")
 
 
 def in_words(releases: Releases) -> str:

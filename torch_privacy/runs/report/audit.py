@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_privacy.privacy.rounding import round_down, round_up
+from torch_privacy.privacy.rounding import round_down, round_up, short
 from torch_privacy.runs.report import html
 from torch_privacy.runs.report.style import PAGE_FAINT, PAGE_INK
 from torch_privacy.runs.report.training_plots import FIRST, SECOND, as_svg, new_axes
@@ -43,7 +43,7 @@ def lines(content: dict[str, Any]) -> list[tuple[str, str]]:
     shown = [
         ("claim", _verdict(content)),
         ("p-value of the claim", f"{content['p_value']:.2g}"),
-        ("certified epsilon, at most", f"{_up(content['epsilon_claimed'])} at {content['delta']:g}"),
+        ("certified epsilon, at most", f"{_up(content['epsilon_claimed'])} at {short(content['delta'])}"),
         (f"epsilon, at least ({confidence})", _down(content["epsilon_low"])),
         ("the ideal attack would show", _down(content["epsilon_low_ideal"])),
         ("at least, for any mechanism", _down(content["epsilon_low_any_mechanism"])),
@@ -84,7 +84,7 @@ def _counts(outcome: dict[str, int]) -> str:
 
 
 def _headline(content: dict[str, Any]) -> str:
-    at = f"at \u03b4 = {content['delta']:g}"
+    at = f"at \u03b4 = {short(content['delta'])}"
     figures = [
         (f"\u03b5 \u2265 {_down(content['epsilon_low'])}", f"{at}, found by the attack"),
         (f"\u03b5 \u2264 {_up(content['epsilon_claimed'])}", f"{at}, certified by the ledger"),

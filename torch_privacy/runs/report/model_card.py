@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from torch_privacy.privacy.rounding import round_up
+from torch_privacy.privacy.rounding import round_up, short
 from torch_privacy.privacy.summary import attacker_lines, privacy_lines
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.quality import quality_lines, warnings_of
@@ -117,11 +117,11 @@ def _guarantee(run: Training) -> list[str]:
         f"The training is **not private** ({_text(run.warning)}). The numbers below are those that it would have if it "
         "were."
         if run.warning
-        else f"The training is (ε, δ)-differentially private with **ε ≤ {epsilon}** at **δ = {summary.delta:g}**, a "
-        "certified upper bound."
+        else f"The training is (ε, δ)-differentially private with **ε ≤ {epsilon}** at **δ = {short(summary.delta)}**, "
+        "a certified upper bound."
     )
     rows = [
-        ("epsilon, at most", f"{epsilon} at delta = {summary.delta:g}"),
+        ("epsilon, at most", f"{epsilon} at delta = {short(summary.delta)}"),
         ("unit of privacy", statement["unit"]),
         ("size of the data", words.size_in_words(run)),
         ("noise multiplier", f"{statement['noise_multiplier']:.6g}"),

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_privacy.privacy.rounding import round_down, round_up
+from torch_privacy.privacy.rounding import round_down, round_up, short
 from torch_privacy.privacy.summary import FALSE_POSITIVES, privacy_lines
 from torch_privacy.runs import table
 from torch_privacy.runs.folder import NO_DIGESTS
@@ -119,7 +119,7 @@ def _comparison(trainings: Sequence[Training]) -> str:
             ", ".join(f"{score.measure.name} {score.measure.text(score.value)}" for score in run.scores)
             or table.MISSING,
             ", ".join(without) or table.MISSING,
-            f"{round_up(run.summary.epsilon_high)} at {run.summary.delta:g}",
+            f"{round_up(run.summary.epsilon_high)} at {short(run.summary.delta)}",
             f"{round_up(100 * run.summary.true_positive_rate_high, 1)} %",
         )
         lines.append(("ours", cells))
@@ -200,7 +200,7 @@ def _headline(run: Training) -> str:
         scores = [(one.measure.text(one.value), f"test {one.measure.name}") for one in run.scores[:MOST_HEADLINES]]
     figures = [
         *scores,
-        (f"\u03b5 \u2264 {round_up(summary.epsilon_high)}", f"at \u03b4 = {summary.delta:g}; {bracket}"),
+        (f"\u03b5 \u2264 {round_up(summary.epsilon_high)}", f"at \u03b4 = {short(summary.delta)}; {bracket}"),
     ]
     return "".join(f"<div><b>{escape(figure)}</b>{escape(caption)}</div>" for figure, caption in figures)
 

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from torch_privacy import privacy
-from torch_privacy.privacy.rounding import round_down, round_up
+from torch_privacy.privacy.rounding import round_down, round_up, short
 from torch_privacy.privacy.summary import (
     FALSE_POSITIVE_RATE,
     FALSE_POSITIVES,
@@ -206,7 +206,7 @@ def draw_course(axes: Axes, rows: Sequence[Metrics], measure: Measure, **style: 
 
 def epsilon_plot(rows: Sequence[Metrics], delta: float) -> str:
     """Draws the epsilon spent over epochs, as a certified interval."""
-    figure, axes = new_axes("Privacy spent", "epoch", f"epsilon at delta = {delta:g}")
+    figure, axes = new_axes("Privacy spent", "epoch", f"epsilon at delta = {short(delta)}")
     rows = [row for row in rows if row.training == "private" and row.epsilon_high is not None]
     epochs = [row.epoch for row in rows]
     if not rows:
@@ -338,7 +338,7 @@ def overlay_plots(runs: Sequence[Training]) -> Iterator[str]:
 
 
 def _overlaid_epsilons(runs: Sequence[Training]) -> str:
-    deltas = ", ".join(dict.fromkeys(f"{run.summary.delta:g}" for run in runs))
+    deltas = ", ".join(dict.fromkeys(f"{short(run.summary.delta)}" for run in runs))
     figure, axes = new_axes("Privacy spent", "epoch", f"epsilon at delta = {deltas}")
     for run, style in _styled(runs):
         spent = [(row.epoch, row.epsilon_high) for row in run.rows if row.epsilon_high is not None]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 
-from torch_privacy.privacy.rounding import round_up
+from torch_privacy.privacy.rounding import round_up, short
 from torch_privacy.privacy.summary import percent
 from torch_privacy.runs.report import html
 from torch_privacy.runs.report.training_plots import Training
@@ -160,7 +160,7 @@ def budget_in_words(budget: dict) -> str:
     open_runs = budget["num_unsettled"]
     unsettled = f", of which {open_runs} had not ended" if open_runs else ""
     return (
-        f"epsilon {budget['epsilon']:g} at delta = {budget['delta']:g} for all runs on these data together; "
+        f"epsilon {budget['epsilon']:g} at delta = {short(budget['delta'])} for all runs on these data together; "
         f"{budget['num_runs']} had drawn at most {round_up(budget['epsilon_drawn'])} when this one ended{unsettled}"
     )
 

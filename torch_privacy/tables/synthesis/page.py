@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...privacy import Profile
-from ...privacy.rounding import round_up
+from ...privacy.rounding import round_up, short
 from ...runs.report import audit as audit_section
 from ...runs.report import html
 from ...runs.report.training_plots import FIRST, SECOND, as_svg, new_axes, page_style, whole_numbers
@@ -60,7 +60,7 @@ def render(
     pairs = list(found.two_way.values())
     mean = 100 * float(np.mean(pairs)) if pairs else 0.0
     big = [
-        (f"ε ≤ {epsilon}", f"at δ = {delta:g}, certified"),
+        (f"ε ≤ {epsilon}", f"at δ = {short(delta)}, certified"),
         (
             f"{round_up(min(right, 100.0), 1)} %",
             "of fair coins on one person are guessed at best; 50 % without the rows",
@@ -96,7 +96,7 @@ def render(
 
 def _drawn(budget: Mapping[str, Any]) -> str:
     return (
-        f"All runs on these data together may spend epsilon {budget['epsilon']:g} at delta = {budget['delta']:g}: "
+        f"All runs on these data together may spend epsilon {budget['epsilon']:g} at delta = {short(budget['delta'])}: "
         f"{budget['num_runs']} draw at most {round_up(budget['epsilon_drawn'])}, this one included."
     )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ... import privacy
+from ...privacy.rounding import round_up
 from ...support.units import plural
 from ...support.validate import strictly_between
 from ..extra import needed
@@ -103,7 +104,7 @@ class SourceRows:
             )
         except TableError as error:
             spent = ledger.profile().epsilon_high(settings.delta) if len(ledger) else 0.0
-            raise ValueError(f"{str(error).rstrip('.')}. To learn this has cost epsilon {spent:.3f}.") from None
+            raise ValueError(f"{str(error).rstrip('.')}. To learn this has cost epsilon {round_up(spent)}.") from None
         return {
             "schema": learnt.schema.to_toml(),
             "events": [privacy.event_to_dict(event_of(release)) for release in learnt.releases],
