@@ -158,7 +158,9 @@ def test_losses_in_logs_are_called_not_private_and_epsilon_stands_beside(tmp_pat
         assert not {"loss", "train_loss", "grad_norm"} & logs.keys()
         assert logs["train_loss_not_private"] == pytest.approx(0.7, abs=0.2)
     first, *_, last = trainer.state.log_history
-    assert first["epsilon"] < last["epsilon"] == trainer.training.spent().epsilon.high
+    assert first["epsilon"] < last["epsilon"]
+    spent = trainer.training.spent().epsilon.high
+    assert spent <= float(f"{last['epsilon']:.4g}") == last["epsilon"] < 1.001 * spent  # as transformers prints it
     assert "train_loss_not_private" in output.metrics
 
 

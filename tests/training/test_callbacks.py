@@ -399,7 +399,8 @@ def test_tensorboard_callback_writes_the_numbers_under_marked_tags(tmp_path):
     exact = {"loss", "share_clipped", "norm_q10", "norm_q50", "norm_q90"}
     assert found.keys() == {"epsilon", "learning_rate"} | {f"not_private/{name}" for name in exact}
     assert [step for step, _ in found["epsilon"]] == [2, 4, 5]
-    assert found["epsilon"][-1][1] == pytest.approx(training.spent().epsilon.high, rel=1e-6)
+    spent = training.spent().epsilon.high
+    assert spent <= found["epsilon"][-1][1] == pytest.approx(spent, rel=2e-7)  # in single precision, rounded up
     for name in exact:
         of_steps = {step: values[name] for step, values, _ in kept.steps}
         assert dict(found[f"not_private/{name}"]) == pytest.approx({k: of_steps[k] for k in (2, 4, 5)}, rel=1e-6)

@@ -15,6 +15,7 @@ from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
+from ..privacy.rounding import short
 from ..sampling.shared_examples import share_examples
 from ..support.validate import Refused
 from ..support.write_file import PUBLIC, write_whole
@@ -68,14 +69,16 @@ class TrainerReporting(Trainer):
         """Logs; the exact loss on the training data says that it is not private, and epsilon stands beside it.
 
         Integrations of transformers (Weights & Biases, MLflow, ...) get epsilon and no exact statistics. An epsilon
-        that does not hold, as with weights that a callback has moved, is called ``not_private/epsilon``.
+        that does not hold, as with weights that a callback has moved, is called ``not_private/epsilon``. It is rounded
+        up to four digits, which is what transformers prints.
         """
         for name in ("loss", "train_loss"):
             if name in logs:
                 logs[LOSS] = logs.pop(name)
                 if self.training is not None and (delta := self.training.settings.delta) is not None:
                     holds = self.training._setup.account.warning(self.training._progress()) is None
-                    epsilon = self.training.profile_at_step().epsilon(delta).high
+                    epsilon = self.training.profile_at_step().epsilon_high(delta)
+                    epsilon = float(short(epsilon, digits=4))  # transformers prints four, rounded to the nearest
                     logs["epsilon" if holds else "not_private/epsilon"] = epsilon
         handler = self.callback_handler
         everyone = handler.callbacks

@@ -19,6 +19,7 @@ try:
 except ImportError as error:
     raise ImportError("PrivateFit needs Lightning. Install it with: pip install 'torch-privacy[lightning]'") from error
 
+from ..privacy.rounding import in_float32
 from ..support.ranks import Ranks
 from ..support.validate import Refused
 from ..support.warning import warn
@@ -300,7 +301,8 @@ class PrivateFit(Callback):
         if delta is None or training.step_count % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         holds = training._setup.account.warning(training._progress()) is None
-        epsilon = {"epsilon" if holds else "not_private/epsilon": training.profile_at_step().epsilon_high(delta)}
+        high = in_float32(training.profile_at_step().epsilon_high(delta))  # TensorBoard keeps no more
+        epsilon = {"epsilon" if holds else "not_private/epsilon": high}
         for logger in trainer.loggers:
             logger.log_metrics(epsilon, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 

@@ -4,6 +4,8 @@
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from math import isfinite
 
+import numpy as np
+
 LARGE = 1e6  # numbers from here on are written with a power of ten
 
 
@@ -28,7 +30,7 @@ def scientific(value: float, rounding: str = ROUND_CEILING) -> str:
     return f"{digits}e{exponent}" if exponent else str(digits)
 
 
-def short(value: float, rounding: str = ROUND_CEILING) -> str:
+def short(value: float, rounding: str = ROUND_CEILING, digits: int = 6) -> str:
     """Returns up to six significant digits, rounded in the given direction: a δ, or a target, as one writes it.
 
     Example:
@@ -38,7 +40,7 @@ def short(value: float, rounding: str = ROUND_CEILING) -> str:
     if not value or not isfinite(value):
         return f"{value:g}"
     exact = Decimal(repr(float(value)))  # the digits that were written, not those of the binary number
-    return f"{float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - 5), rounding)):g}"
+    return f"{float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - digits + 1), rounding)):g}"
 
 
 def round_down(value: float, digits: int = 3) -> str:
@@ -54,6 +56,17 @@ def round_up(value: float, digits: int = 3) -> str:
         ('11.808', '11.807', '3.79e11')
     """
     return _directed(value, digits, ROUND_CEILING)
+
+
+def in_float32(value: float) -> float:
+    """Returns the smallest number of single precision that is not below an upper bound, for files that keep no more.
+
+    Example:
+        >>> in_float32(0.3), in_float32(0.7), in_float32(2.0)  # the nearest to 0.7 is below it
+        (0.30000001192092896, 0.7000000476837158, 2.0)
+    """
+    nearest = np.float32(value)
+    return float(nearest if float(nearest) >= value else np.nextafter(nearest, np.float32(np.inf)))
 
 
 def _directed(value: float, digits: int, rounding: str) -> str:

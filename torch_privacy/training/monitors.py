@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from ..privacy.rounding import round_up, short
+from ..privacy.rounding import in_float32, round_up, short
 from ..support.validate import whole
 from .callbacks import Callback, StepLog
 
@@ -125,5 +125,5 @@ def points_of(step: StepLog) -> dict[str, float]:
     names = ["learning_rate"] if len(rates) == 1 else [f"learning_rate/{number}" for number in range(len(rates))]
     points = dict(zip(names, rates, strict=True))
     if step.epsilon is not None:
-        points["epsilon" if step.warning is None else "not_private/epsilon"] = step.epsilon
+        points["epsilon" if step.warning is None else "not_private/epsilon"] = in_float32(step.epsilon)
     return points | {f"not_private/{name}": value for name, value in step.not_private.items()}
