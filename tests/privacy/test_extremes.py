@@ -293,3 +293,12 @@ def test_one_rare_step_beside_ten_thousand_with_little_noise_is_priced() -> None
     """The lattice begins with a spacing that is wider than all losses of the rare step."""
     steps = [(privacy.SubsampledGaussian(0.1, 1.0), 10_000), (privacy.SubsampledGaussian(1.0, 0.03), 1)]
     assert 1 - 1e-8 < privacy.compose(steps).delta(0.0).low <= 1
+
+
+@pytest.mark.parametrize(("noise", "q"), [(0.03, 1.0), (0.01, 1.0), (0.02, 0.3)])
+def test_hardly_any_noise_beside_another_mechanism_is_priced_in_parts(noise, q) -> None:
+    other = privacy.Laplace(5.0)
+    steps = (privacy.SubsampledGaussian(noise, q), 2)
+    alone, both = (privacy.compose(events) for events in ([steps], [steps, (other, 1)]))
+    rest = privacy.compose([(other, 1)]).epsilon_high(5e-6)
+    assert alone.epsilon(1e-5).low <= both.epsilon(1e-5).high <= 1.001 * (alone.epsilon_high(5e-6) + rest)

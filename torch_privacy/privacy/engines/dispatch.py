@@ -98,12 +98,17 @@ def _curves(steps: Steps, method: str) -> tuple[Curve, ...]:
 def _by_engines(steps: Steps, swaps: Sequence[bool], method: str) -> tuple[Curve, ...]:
     """Returns the curve of each direction."""
     gaussian = [(pair, count) for pair, count in steps if isinstance(pair, SubsampledGaussianPair)]
+    out_of_reach = any(pair.shift > LARGEST_SHIFT for pair, _ in gaussian)
     if len(gaussian) == len(steps):
         if all(pair.probability == 1 for pair, _ in gaussian):
             return (ClosedFormCurve(dominating(gaussian), swapped=False),)
         caps = {swapped: ClosedFormCurve(dominating(gaussian), swapped=swapped) for swapped in swaps}
-        if any(pair.shift > LARGEST_SHIFT for pair, _ in gaussian) and sum(count for _, count in steps) > 1:
+        if out_of_reach and sum(count for _, count in steps) > 1:
             return tuple(Envelope([cap]) for cap in caps.values())
+    elif out_of_reach and method == "auto":
+        others = [(pair, count) for pair, count in steps if not isinstance(pair, SubsampledGaussianPair)]
+        parts = [_curves(part, "auto") for part in (gaussian, others)]
+        return tuple(SumOfParts(*(part[-1 if swapped else 0] for part in parts)) for swapped in swaps)
     else:
         caps = {}
     if method == "auto" and sum(count for _, count in steps) == 1:
