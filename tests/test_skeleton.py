@@ -77,6 +77,12 @@ def test_source_files_name_their_license():
     assert [path for path in paths if not path.read_text().startswith(license_line)] == []
 
 
+def test_no_delta_is_printed_to_the_nearest():
+    """It is rounded up, by ``privacy.rounding.short``: to the nearest it may be one at which epsilon is larger."""
+    nearest = re.compile(r"\bdelta:[.0-9]*[efg]\}")
+    assert [path for path in (ROOT / "torch_privacy").rglob("*.py") if nearest.search(path.read_text())] == []
+
+
 def test_readme_gives_the_test_command_that_ci_calls():
     assert "make test " in (ROOT / "README.md").read_text()
     assert re.search(r"^make test VENV=", (ROOT / ".ci/run").read_text(), re.MULTILINE)

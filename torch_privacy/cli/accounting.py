@@ -194,6 +194,7 @@ def compare(
     from torch_privacy.cli.tables import claims_table, lines_table, persons_view
     from torch_privacy.privacy import comparison
     from torch_privacy.privacy.persons import compare_persons
+    from torch_privacy.privacy.rounding import short
     from torch_privacy.privacy.summary import equal_steps, releases_as_json
 
     described = planned.described("compare")
@@ -206,7 +207,7 @@ def compare(
         persons = compare_persons(*steps, delta, group_size)
     with _quiet_libraries():
         claims = comparison.compare(releases, delta)
-    output.draw(lambda plots: plots.claims_figure(claims, f"{plots.in_words(releases)}, delta = {delta:g}"))
+    output.draw(lambda plots: plots.claims_figure(claims, f"{plots.in_words(releases)}, delta = {short(delta)}"))
     content = {
         **described.about,
         **releases_as_json(releases),

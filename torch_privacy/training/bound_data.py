@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import privacy
 from ..privacy.budget import Reservation
+from ..privacy.rounding import short
 from ..sampling.fingerprint import fingerprint, new_key, read_key
 from ..support.validate import Refused
 from ..support.write_file import write_whole
@@ -55,7 +56,7 @@ def bind_data(budget: privacy.DataBudget, data: Any, *, num_owners: int | None =
     def make() -> dict[str, Any]:
         if budget.delta * n >= 1:
             raise Refused(
-                f"Budget: delta={budget.delta:g} is not below 1/n for these {n} data: it would permit publishing "
+                f"Budget: delta={short(budget.delta)} is not below 1/n for these {n} data: it would permit publishing "
                 "somebody's whole record. Open a budget with a smaller delta; 1 / (10 n) or less is usual."
             )
         key = read_key(budget.key_path) if budget.key_path.exists() else new_key()

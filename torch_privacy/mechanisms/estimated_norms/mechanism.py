@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import privacy
 from ...jacobian.rows.operator import RowsOfBatch
 from ...privacy.events.estimated_norms import LEAST_PRICED
-from ...privacy.rounding import round_down
+from ...privacy.rounding import round_down, short
 from ...support.model_state import ModelTensors
 from ...support.units import ONE_EXAMPLE
 from ...support.validate import Refused
@@ -127,7 +127,7 @@ def _check_price(event: privacy.SubsampledJL, num_steps: int, delta: float) -> N
         low = privacy.compose([(quick, num_steps)]).epsilon(delta).low
         raise Refused(
             f"PrivateTraining: clipping=Sketched({count}, ...) would cost an epsilon of {round_down(low)} or more "
-            f"at delta = {delta:g}: with fewer than {MIN_PROJECTIONS} projections large gradients escape clipping too "
+            f"at delta = {short(delta)}: with fewer than {MIN_PROJECTIONS} projections large gradients escape clipping too "
             f"often. Take at least {MIN_PROJECTIONS}, better 32; or, on data that need no protection, pass "
             "Sketched(..., not_for_release=True)."
         )

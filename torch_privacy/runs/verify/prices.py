@@ -10,6 +10,7 @@ from math import inf, isfinite
 from typing import Any
 
 from torch_privacy import privacy
+from torch_privacy.privacy.rounding import short
 from torch_privacy.privacy.summary import FALSE_POSITIVE_RATES, Releases, limit_of, moments_or_none, releases_as_json
 from torch_privacy.runs.verify.evidence import Evidence
 from torch_privacy.runs.verify.finding import (
@@ -51,7 +52,7 @@ def _epsilons(statement: dict[str, Any], priced: Releases, made: Releases) -> It
     if delta is None:
         yield unchecked("epsilon", "no delta is stated, and so no epsilon")
         return
-    at = f"epsilon at delta = {delta:g}"
+    at = f"epsilon at delta = {short(delta)}"
     yield bracketed(at, statement["epsilon"], privacy.compose(priced).epsilon(delta))
     for engine in ENGINES:
         subject = f"epsilon by the {engine} engine"
