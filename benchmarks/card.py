@@ -38,8 +38,9 @@ from step import WARM_UP, non_private, ours, reason
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import pretended_gpu
 
-from torch_privacy.mechanisms.noise import chacha
+from torch_privacy.mechanisms.noise import Noise, chacha
 
+GPT2_SMALL = 124_439_808  # parameters
 MICROSECONDS = (5, 10)  # of the host for one launch: a fast one, and a slow one
 WITHOUT_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_same_size")
 
@@ -239,6 +240,15 @@ def predicted() -> list[str]:
     return lines
 
 
+def of_noise(size: int) -> str:
+    """Returns the launches of the noise in a step with this many trained parameters, in several tensors."""
+    sums = {name: torch.zeros(8, device=pretended_gpu.NAME) for name in "ab"}
+    with pretended_gpu.watched() as log:
+        Noise().add_to(0, sums, 1.0)
+    each, chunks = sum(n for op, n in log.ops.items() if launches(op)), -(-size // chacha.CHUNK)
+    return f"noise of {size:,} parameters: {chunks} chunks of {each} launches, {chunks * each} in all"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("networks", nargs="*", help=f"of {', '.join(NETWORKS)}; all by default")
@@ -256,7 +266,7 @@ def main() -> None:
     unknown = [name for name in given.networks if name not in NETWORKS]
     if unknown:
         parser.error(f"unknown network {unknown[0]!r}: choose from {', '.join(NETWORKS)}.")
-    lines = predicted() if given.launches else None
+    lines = [*predicted(), "", of_noise(GPT2_SMALL)] if given.launches else None
     print("\n".join(lines or table(given.networks or [*NETWORKS], given.device, given.dtype, given.seconds)))
 
 

@@ -112,7 +112,7 @@ def words_of(device: torch.device) -> Words:
     except Exception as error:  # of triton, which needs a C compiler, and a folder for what it compiled
         reason = f"{type(error).__name__}: {error}"
     warnings.warn(
-        "PrivateTraining: the fused kernel of triton for the noise cannot be used, so that every two million numbers "
+        f"PrivateTraining: the fused kernel of triton for the noise cannot be used, so that every {CHUNK:,} numbers "
         f"take 500 more launches. The noise is the same. The reason is: {reason:.500}",
         stacklevel=2,
     )

@@ -77,8 +77,9 @@ def _kernel(out, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, first, count, SIZE: tl.
 
 @triton.jit
 def _store(out, place, count, inside, row, a, b, c, d):
-    first = out + row * count.to(tl.int64) + place
+    length = count.to(tl.int64)
+    first = out + row * length + place
     tl.store(first, a.to(tl.int32, bitcast=True), mask=inside)
-    tl.store(first + count, b.to(tl.int32, bitcast=True), mask=inside)
-    tl.store(first + 2 * count.to(tl.int64), c.to(tl.int32, bitcast=True), mask=inside)
-    tl.store(first + 3 * count.to(tl.int64), d.to(tl.int32, bitcast=True), mask=inside)
+    tl.store(first + length, b.to(tl.int32, bitcast=True), mask=inside)
+    tl.store(first + 2 * length, c.to(tl.int32, bitcast=True), mask=inside)
+    tl.store(first + 3 * length, d.to(tl.int32, bitcast=True), mask=inside)

@@ -130,6 +130,7 @@ def _scores(
     if not known.any():
         return {}, "", {}, 0
     is_class = grid.schema.task == "classification"
+    found: dict[str, float] = {}
     areas: dict[str, float] = {}
 
     def score(name: str, outputs: Tensor) -> None:
@@ -148,7 +149,6 @@ def _scores(
         with torch.no_grad():
             return model(held_out.inputs[known])
 
-    found: dict[str, float] = {}
     drawn = encoder.encode(rows.reindex(columns=train.columns, fill_value=""))  # ignored columns are empty
     score("synthetic rows", outputs_of(_trained(encoder, drawn, seed)))
     if private is not None:
