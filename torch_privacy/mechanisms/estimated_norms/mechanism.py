@@ -127,7 +127,7 @@ def _check_price(event: privacy.SubsampledJL, num_steps: int, delta: float) -> N
         low = privacy.compose([(quick, num_steps)]).epsilon(delta).low
         raise Refused(
             f"PrivateTraining: clipping=Sketched({count}, ...) would cost an epsilon of {round_down(low)} or more "
-            f"at delta = {short(delta)}: with fewer than {MIN_PROJECTIONS} projections large gradients escape clipping too "
-            f"often. Take at least {MIN_PROJECTIONS}, better 32; or, on data that need no protection, pass "
+            f"at delta = {short(delta)}: with fewer than {MIN_PROJECTIONS} projections large gradients escape clipping "
+            f"too often. Take at least {MIN_PROJECTIONS}, better 32; or, on data that need no protection, pass "
             "Sketched(..., not_for_release=True)."
         )
