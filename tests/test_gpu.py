@@ -19,7 +19,7 @@ from torch_privacy.jacobian.rows.plan import MemoryBudget
 from torch_privacy.mechanisms.noise import Noise, gaussian, grid_unit
 from torch_privacy.mechanisms.noise.chacha import DeviceNormals, chacha20, words_of
 from torch_privacy.mechanisms.noise.processor import ProcessorNormals
-from torch_privacy.ops import gram
+from torch_privacy.ops import dense, gram
 from torch_privacy.support.random_state import RandomState, SeededRandomNumbers, torch_generators
 from torch_privacy.support.torch_modes import full_precision
 
@@ -222,7 +222,7 @@ def test_an_example_with_a_loss_that_is_not_finite_is_left_out_on_a_gpu(clipping
 
 
 def test_norms_from_inaccurate_gram_matrices_are_computed_again_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(gram, "GRAM_TOLERANCE", 0.0)
+    monkeypatch.setattr(gram, "GRAM_TOLERANCE", 1e-20)
     monkeypatch.setattr("torch_privacy.ops.linear.Linear.methods", only_gram)
     assert_close(trained(GPU, "mlp with positions"), trained("cpu", "mlp with positions"))
     model, (x, y) = NETWORKS["mlp with positions"][0]().to(GPU), examples("mlp with positions", 5)
@@ -232,6 +232,17 @@ def test_norms_from_inaccurate_gram_matrices_are_computed_again_on_a_gpu(monkeyp
     jacobian = tape.jacobian(losses)
     assert jacobian.squared_norms(final=False).isnan().all()
     torch.testing.assert_close(jacobian.squared_norms().cpu(), rows.square().sum(1))
+
+
+@pytest.mark.parametrize("stacked", [2**24, 0])
+@pytest.mark.parametrize("k", [100, 300, 601, 1024, 4000, 10_007])
+def test_long_products_are_as_exact_on_a_gpu_in_few_launches(k, stacked, monkeypatch):
+    monkeypatch.setattr(dense, "STACKED", stacked)
+    a, b = torch.rand(3, 5, k, dtype=torch.float32), torch.rand(3, 4, k, dtype=torch.float32).mT
+    found, exact = dense.product(a.to(GPU), b.to(GPU)).cpu(), a.double() @ b.double()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+    lengths = dense.squared_lengths(a[0].repeat(1, 30).to(GPU)).cpu().double()
+    torch.testing.assert_close(lengths, 30 * a[0].double().square().sum(1), rtol=1e-5, atol=0)
 
 
 def only_gram(op):

@@ -148,7 +148,8 @@ class BoundCheck:
     def longest(self) -> Tensor:
         """Returns the norm of the longest clipped row so far, a number on the rows' device; 0 if there are none."""
         first, *others = self._norms.values()
-        return _largest(torch.linalg.vector_norm(torch.stack([first, *others]), dim=0) if others else first.abs())
+        longest = torch.linalg.vector_norm(torch.stack([first, *others]), dim=0) if others else first
+        return torch.linalg.vector_norm(longest, torch.inf) if len(longest) else longest.sum()
 
     def check(self, longest: float | None = None) -> None:
         """Refuses a row longer than ``largest_norm``; called after all groups, with their `longest` if it was read."""
@@ -217,7 +218,7 @@ class ClippedSummation(Summation):
             self._note(group, factors, known)
             counts = [self._rule.count(norms)] if isinstance(self._rule, Adaptive) else []
             asked = [_largest(norms), self._bound_check.longest(), *counts]
-            read = torch.stack([number.double() for number in asked]).cpu()
+            read = torch.stack(asked).cpu()  # in the widest type, which is double
             if read[0].isfinite():
                 self._longest, self.norms_of_groups[group] = float(read[1]), norms
                 return factors, None, read[2:].to(counts[0].dtype) if counts else None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -192,6 +193,20 @@ def add_at(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     if total.device.type == "cpu":
         return total.index_add_(0, index, rows)
     return total.index_put_((index,), rows, accumulate=True)  # CUDA sorts; its index_add_ adds atomically, in any order
+
+
+@lru_cache(maxsize=64)
+def offsets(sizes_and_steps: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """Returns the places of all entries, in order, of a tensor with these sizes and steps; kept for later batches."""
+    places = torch.zeros((), dtype=torch.int64, device=device)
+    for size, step in sizes_and_steps:
+        places = places.unsqueeze(-1) + torch.arange(size, device=device) * step
+    return places.flatten()
+
+
+def multiples(count: int, step: int, device: torch.device) -> Tensor:
+    """Returns 0, step, ... (count,); batches vary in size, so that more are kept than are asked for."""
+    return offsets(((1 << max(0, count - 1).bit_length(), step),), device)[:count]
 
 
 HALF = frozenset({torch.float16, torch.bfloat16})

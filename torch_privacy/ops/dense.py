@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ._base import Method, Op
@@ -15,6 +16,8 @@ PIECE = 512  # squares that one norm call sums, in four or more parallel accumul
 SUMMED, RUN = 150, 4  # products summed by one matrix product, and number of such sums added in sequence
 CACHED = 2**16  # entries of a partial sum that stay in the cache until the next is added
 COPIED = 2**19  # entries of factors that are copied at once: they stay in the cache until they are multiplied
+STACKED = 2**24  # numbers at most in a stack of products, or in partial sums, on a GPU: each call there is a launch
+LAUNCHED = 2**16  # squares that one norm call sums on a GPU, in hundreds of threads
 PAGE = 4096  # bytes between the lines of a matrix from which on a matrix product runs at half its speed
 
 
@@ -92,12 +95,13 @@ def squared_lengths(vectors: Tensor) -> Tensor:
 
     It sums in pieces, because torch's own norm sums sequentially, which loses digits in float32 for many numbers.
     """
-    pieces = vectors.shape[1] // PIECE
+    piece = PIECE if vectors.device.type == "cpu" else LAUNCHED
+    pieces = vectors.shape[1] // piece
     if pieces < 2:
         return torch.linalg.vector_norm(vectors, dim=1).square()
-    whole = vectors[:, : pieces * PIECE].unflatten(1, (pieces, PIECE))
+    whole = vectors[:, : pieces * piece].unflatten(1, (pieces, piece))
     squares = torch.linalg.vector_norm(whole, dim=2).square().sum(1)
-    rest = vectors[:, pieces * PIECE :]
+    rest = vectors[:, pieces * piece :]
     return squares + torch.linalg.vector_norm(rest, dim=1).square() if rest.shape[1] else squares
 
 
@@ -106,17 +110,21 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
     A matrix product sums sequentially, and for terms of equal sign and size it loses up to k/2 units in the last place,
     depending on the processor. Here sums have at most 150 terms, are added by 4 and then in pairs. Partial sums are
-    added while they are in the cache; ``baddbmm`` would add its terms one by one to the previous sum. Matrices with
-    lines far apart in memory, like those of a time-first tensor, are first copied, a few at a time.
+    added while they are in the cache; on a CPU ``baddbmm`` would add its terms one by one to the previous sum. Matrices
+    with lines far apart in memory, like those of a time-first tensor, are first copied, a few at a time.
     """
     far_apart = _far_apart(a) or _far_apart(b)
     if a.shape[2] <= SUMMED and not far_apart:
         return a @ b
-    step = len(a) if a.shape[2] <= SUMMED else CACHED // max(1, a.shape[1] * b.shape[2])
-    if far_apart:
-        step = min(step, COPIED // max(1, a.shape[1:].numel() + b.shape[1:].numel()))
-    total, step = a.new_empty(len(a), a.shape[1], b.shape[2]), max(1, step)
+    on_cpu = a.device.type == "cpu"
     with torch.no_grad():
+        if not on_cpu and (stacked := _in_a_stack(a, b)) is not None:
+            return stacked
+        at_once = CACHED if on_cpu else STACKED
+        step = len(a) if a.shape[2] <= SUMMED else at_once // max(1, a.shape[1] * b.shape[2])
+        if far_apart:
+            step = min(step, COPIED // max(1, a.shape[1:].numel() + b.shape[1:].numel()))
+        total, step = a.new_empty(len(a), a.shape[1], b.shape[2]), max(1, step)
         for i in range(0, len(a), step):
             part = slice(i, i + step)
             _in_pieces(_together(a[part]), _together(b[part]), total[part])
@@ -148,6 +156,21 @@ def _together(matrices: Tensor) -> Tensor:
     return matrices.contiguous() if matrices.stride(2) == 1 else matrices.mT.contiguous().mT
 
 
+def _in_a_stack(a: Tensor, b: Tensor) -> Tensor | None:
+    """Returns ``a @ b`` as the sum of a stack of products of pieces: fewer launches, if pieces are many and small.
+
+    None if they are not.
+    """
+    (n, m, k), out = a.shape, b.shape[2]
+    least = -(-k // SUMMED)
+    pieces = next((some for some in range(least, 2 * least) if k % some == 0), least)
+    if least <= RUN or n * pieces * m * out + a.numel() + b.numel() > STACKED:
+        return None
+    more = -k % pieces
+    a, b = (F.pad(a, (0, more)), F.pad(b, (0, 0, 0, more))) if more else (a, b)
+    return (a.unflatten(2, (pieces, -1)).transpose(1, 2) @ b.unflatten(1, (pieces, -1))).sum(1)
+
+
 def _in_pieces(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Writes ``a @ b`` to ``out``."""
     k = a.shape[2]
@@ -161,7 +184,10 @@ def _in_pieces(a: Tensor, b: Tensor, out: Tensor) -> None:
     step = max(1, -(-k // max(1, -(-k // SUMMED))))
     torch.bmm(a[:, :, :step], b[:, :step], out=out)
     for i in range(step, k, step):
-        out += a[:, :, i : i + step] @ b[:, i : i + step]
+        if out.device.type == "cpu":
+            out += a[:, :, i : i + step] @ b[:, i : i + step]
+        else:  # one launch, which adds the whole product
+            out.baddbmm_(a[:, :, i : i + step], b[:, i : i + step])
 
 
 def sum_rows(ops: list[Op]) -> Rows:

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..support.validate import Refused
-from ._base import AnyLayout, Method, Op, Use, add_at, in_one_dtype, in_sum_dtype
+from ._base import AnyLayout, Method, Op, Use, add_at, in_one_dtype, in_sum_dtype, multiples
 from .dense import Rows, product
 from .elementwise import FactorUse, sum_to_weight
-from .gram import checked_sums
+from .gram import Lost, checked_sums
 from .linear import Linear
 
 OF_BAG = inspect.signature(F.embedding_bag)
@@ -100,7 +100,7 @@ class Embedding(Op):
     def _summed(self, slots: Tensor, count: int) -> Tensor:
         """Returns (n, count, e): b summed over each of the slots (n, t)."""
         n, _, e = self.b.shape
-        slots = slots + count * torch.arange(n, device=slots.device)[:, None]
+        slots = slots + multiples(n, count, slots.device)[:, None]
         total = self.b.new_zeros(n * count, e)
         return add_at(total, slots.flatten(), self.b.flatten(0, 1)).view(n, count, e)
 
@@ -174,7 +174,8 @@ class TiedEmbedding(Op):
         terms = columns.mul_(product(self.product.x, b.mT).flatten(1))  # that add up to ⟨A, B⟩
         separate = product_norms + self.looked_up._sum_per_token()
         size = separate + 2 * torch.linalg.vector_norm(terms, 1, dim=1)
-        return checked_sums(separate + 2 * terms.sum(1), size, 2 * torch.finfo(b.dtype).tiny * lost, self)
+        lost_there = Lost(lost, 2 * torch.finfo(b.dtype).tiny)
+        return checked_sums(separate + 2 * terms.sum(1), size, lost_there, self)
 
 
 @dataclass(frozen=True)

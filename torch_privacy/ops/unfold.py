@@ -11,9 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ._base import multiples, offsets
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,7 @@ def unfolded_channels_last(x: Tensor, places: Sequence[int], g: Geometry) -> Ten
     inner = [(size, step * by) for size, step, by in zip(kernel, steps, g.dilation, strict=True)]
     inner = inner[:-1] if run > 1 else inner
     across = [(size, step * by) for size, step, by in zip(places, steps, g.stride, strict=True)]
-    index = torch.zeros((), dtype=torch.int64, device=x.device)
-    for size, step in (across[0], (m, image), *across[1:], *inner):
-        index = index.unsqueeze(-1) + torch.arange(size, device=x.device) * step
-    index = index.flatten() + (torch.arange(n, device=x.device) * one).unsqueeze(-1)
+    index = offsets((across[0], (m, image), *across[1:], *inner), x.device) + multiples(n, one, x.device)[:, None]
     runs = x.as_strided((max(0, x.numel() // d - run + 1), run * d), (d, 1), x.storage_offset())
     return runs.index_select(0, index.flatten()).view(n, m * math.prod(places), math.prod(kernel) * d).mT
 

@@ -44,7 +44,7 @@ class WeightMarks:
             self._views.setdefault((view.dtype, view.device), {})[name] = view
         devices = {device for _, device in self._views}
         self.asks_late = len(devices) == 1 and next(iter(devices)).type != "cpu"  # else the host waits for a GPU
-        self._late: tuple[Tensor, Tensor] | None = None  # step after which entries had changed, -1 if none; which had
+        self._looked: list[tuple[int, Tensor, Tensor]] = []  # step, entries and what they should be, not compared yet
         self.renew()
 
     def renew(self) -> None:
@@ -90,20 +90,22 @@ class WeightMarks:
         return digest.digest()
 
     def look(self, step: int) -> None:
-        """Notes what has changed, for `seen_late`, without reading it, and remembers it; on one device only."""
-        now = self._present_entries()
-        of_kinds = [a != b for a, b in zip(now, self._entries, strict=True)]
-        changed, self._entries = of_kinds[0] if len(of_kinds) == 1 else torch.cat(of_kinds), now
-        first, which = self._late or (torch.full((), -1, device=changed.device), torch.zeros_like(changed))
-        is_first = changed.any() & (first < 0)
-        self._late = torch.where(is_first, step, first), torch.where(is_first, changed, which)
+        """Keeps the present entries for `seen_late`, which compares them, and remembers them; on one device only."""
+        (now,), (before,) = self._present_entries(), self._entries
+        self._looked.append((step, now, before))
+        self._entries = [now]
 
     def seen_late(self) -> tuple[int, list[str]]:
-        """Returns the first step after which `look` noted changes, and the names; -1 and none if it did not."""
-        if self._late is None:
+        """Returns the first step since the last call at which `look` saw changes, and the names; -1 and [] if none."""
+        if not self._looked:
             return -1, []
-        first, which = self._late
-        return int(first), self._names_of(which.split([len(entries) for entries in self._entries]))
+        steps, seen, expected = zip(*self._looked, strict=True)
+        changed = (torch.stack(seen) != torch.stack(expected)).cpu()
+        self._looked.clear()
+        for step, entries in zip(steps, changed, strict=True):
+            if entries.any():
+                return step, self._names_of([entries])
+        return -1, []
 
     def _names_of(self, changed: Sequence[Tensor], others: Collection[str] = ()) -> list[str]:
         """Returns the names, in order, of the parameters with changed entries, and the others."""

@@ -126,15 +126,15 @@ class Jacobian:
         separate, joint = self._split(wanted)
         joined = self._joined
         others = [block for block in separate if id(block) not in joined.ids]
+        parts: list[Tensor] = []
         if joined.blocks and len(others) + len(joined.blocks) == len(separate):
-            total, separate = joined.squared_norms().to(self._device, self._sum_dtype), others
-        else:
-            total = torch.zeros(self.num_examples, device=self._device, dtype=self._sum_dtype)
-        for block in separate:
-            total += block.first_squared_norms().to(total.device)
-        if joint:
-            total += self._joint_squared_norms(joint, wanted)
-        return total
+            parts, separate = [joined.squared_norms()], others
+        parts += [block.first_squared_norms() for block in separate]
+        parts += [self._joint_squared_norms(joint, wanted)] if joint else []
+        parts = [part.to(self._device, self._sum_dtype) for part in parts]
+        if len(parts) < 2:
+            return parts[0] if parts else torch.zeros(self.num_examples, device=self._device, dtype=self._sum_dtype)
+        return torch.stack(parts).sum(0)
 
     @exact
     def project(self, v: Mapping[str, Tensor]) -> Tensor:
