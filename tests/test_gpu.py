@@ -22,6 +22,7 @@ from torch_privacy.mechanisms.noise.processor import ProcessorNormals
 from torch_privacy.ops import dense, gram
 from torch_privacy.support.random_state import RandomState, SeededRandomNumbers, torch_generators
 from torch_privacy.support.torch_modes import full_precision
+from torch_privacy.training.weights import WeightMarks
 
 register()
 GPU = torch.device(NAME)
@@ -568,6 +569,19 @@ def test_a_weight_moved_by_other_code_is_seen_late_on_a_gpu():
             with torch.no_grad():
                 training.model[2].bias.add_(1.0)
     assert "step 3, in '2.bias'" in training.state_dict()["moved_otherwise"]
+
+
+def test_the_first_move_of_weights_of_several_types_is_named():
+    names = {"single": torch.float32, "double": torch.float64, "half": torch.float16}
+    weights = {name: torch.zeros(3, dtype=dtype, device=GPU) for name, dtype in names.items()}
+    marks = WeightMarks(weights)
+    for step, moved in enumerate([[], ["half", "single"], ["double"], []]):
+        for name in moved:
+            weights[name].add_(1)
+        marks.look(step)
+    assert marks.seen_late() == (1, ["single", "half"])
+    marks.look(4)
+    assert marks.seen_late() == (-1, [])
 
 
 # The device itself

@@ -44,7 +44,7 @@ class WeightMarks:
             self._views.setdefault((view.dtype, view.device), {})[name] = view
         devices = {device for _, device in self._views}
         self.asks_late = len(devices) == 1 and next(iter(devices)).type != "cpu"  # else the host waits for a GPU
-        self._looked: list[tuple[int, Tensor, Tensor]] = []  # step, entries and what they should be, not compared yet
+        self._looked: list[tuple[int, list[Tensor], list[Tensor]]] = []  # step, entries, the expected ones
         self.renew()
 
     def renew(self) -> None:
@@ -91,20 +91,19 @@ class WeightMarks:
 
     def look(self, step: int) -> None:
         """Keeps the present entries for `seen_late`, which compares them, and remembers them; on one device only."""
-        (now,), (before,) = self._present_entries(), self._entries
-        self._looked.append((step, now, before))
-        self._entries = [now]
+        now = self._present_entries()
+        self._looked.append((step, now, self._entries))
+        self._entries = now
 
     def seen_late(self) -> tuple[int, list[str]]:
         """Returns the first step since the last call at which `look` saw changes, and the names; -1 and [] if none."""
-        if not self._looked:
-            return -1, []
-        steps, seen, expected = zip(*self._looked, strict=True)
-        changed = (torch.stack(seen) != torch.stack(expected)).cpu()
+        steps, seen, expected = [[*parts] for parts in zip(*self._looked, strict=True)] or ([], [], [])
         self._looked.clear()
-        for step, entries in zip(steps, changed, strict=True):
-            if entries.any():
-                return step, self._names_of([entries])
+        kinds = zip(zip(*seen, strict=True), zip(*expected, strict=True), strict=True)  # of entries: by dtype
+        changed = [(torch.stack(a) != torch.stack(b)).cpu() for a, b in kinds]
+        for step, *of_kinds in zip(steps, *changed, strict=True):
+            if any(entries.any() for entries in of_kinds):
+                return step, self._names_of(of_kinds)
         return -1, []
 
     def _names_of(self, changed: Sequence[Tensor], others: Collection[str] = ()) -> list[str]:
