@@ -107,15 +107,15 @@ def test_the_words_of_the_kernel_are_those_of_another_implementation(step, first
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("first", ["i32", "i64"])
-def test_the_kernel_compiles_for_cards_without_one(first, monkeypatch):
+@pytest.mark.parametrize("size", ["i32", "i64"])
+def test_the_kernel_compiles_for_cards_without_one(size, monkeypatch):
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     function = importlib.reload(importlib.import_module("torch_privacy.mechanisms.noise.chacha_kernel"))._kernel
-    types = {**dict.fromkeys(function.arg_names, "i32"), "out": "*i32", "first": first, "SIZE": "constexpr"}
+    types = {**dict.fromkeys(function.arg_names, size), "out": "*i32", "count": "i32", "SIZE": "constexpr"}
     for architecture in (80, 90):
         source = ASTSource(fn=function, signature=types, constexprs={(len(types) - 1,): 128})
         assert compile(source, target=GPUTarget("cuda", architecture, 32)).asm["cubin"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 BLOCKS = 128  # of ChaCha20, in one instance of the kernel
 
-_ARGUMENTS = "k0 k1 k2 k3 k4 k5 k6 k7 n0 n1 first count".split()
+_ARGUMENTS = "key0 key1 key2 key3 nonce first count".split()
 
 
 def write_words(words: Tensor, state: tuple[int, ...], first: int) -> None:
@@ -22,14 +22,15 @@ def write_words(words: Tensor, state: tuple[int, ...], first: int) -> None:
         first: number of the first block.
     """
     count = words.shape[1]
+    pairs = [state[k] & 0xFFFFFFFF | state[k + 1] << 32 for k in (4, 6, 8, 10, 14)]
     kernel: Any = _kernel
     with torch.cuda.device_of(words):  # triton launches on the current device
-        kernel[triton.cdiv(count, BLOCKS),](words, *state[4:12], *state[14:], first, count, BLOCKS)
+        kernel[triton.cdiv(count, BLOCKS),](words, *pairs, first, count, BLOCKS)
 
 
 @triton.jit
-def _unsigned(word):
-    return word.to(tl.int32).to(tl.uint32, bitcast=True)
+def _words(pair):
+    return pair.to(tl.uint32), (pair >> 32).to(tl.uint32)
 
 
 @triton.jit
@@ -50,13 +51,17 @@ def _quarter(a, b, c, d):
 
 
 @triton.jit(do_not_specialize=_ARGUMENTS)  # else it would be compiled again for some keys, steps and places
-def _kernel(out, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, first, count, SIZE: tl.constexpr):
+def _kernel(out, key0, key1, key2, key3, nonce, first, count, SIZE: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     number = place + first
-    zero = (place * 0).to(tl.uint32)
-    s4, s5, s6, s7 = zero + _unsigned(k0), zero + _unsigned(k1), zero + _unsigned(k2), zero + _unsigned(k3)
-    s8, s9, s10, s11 = zero + _unsigned(k4), zero + _unsigned(k5), zero + _unsigned(k6), zero + _unsigned(k7)
-    s12, s13, s14, s15 = number.to(tl.uint32), (number >> 32).to(tl.uint32), zero + _unsigned(n0), zero + _unsigned(n1)
+    nothing = place * 0
+    zero = nothing.to(tl.uint32)
+    s4, s5 = _words(nothing + key0)
+    s6, s7 = _words(nothing + key1)
+    s8, s9 = _words(nothing + key2)
+    s10, s11 = _words(nothing + key3)
+    s12, s13 = _words(number)
+    s14, s15 = _words(nothing + nonce)
     x0, x1, x2, x3 = zero + 0x61707865, zero + 0x3320646E, zero + 0x79622D32, zero + 0x6B206574
     x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15
     for _ in range(10):
