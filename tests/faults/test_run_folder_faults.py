@@ -67,7 +67,7 @@ def test_the_command_works_in_a_locale_without_utf_8(tmp_path):
     run = tmp_path / "run"
     for arguments in (
         ["reproduce"],
-        ["train", "adult", "--epochs", "0.1", "--run", str(run)],
+        ["train", "adult", "--epochs", "0.01", "--no-baseline", "--run", str(run)],
         ["report", str(run), "--out", str(tmp_path / "page.html")],
         ["report", str(run)],
     ):
