@@ -7,6 +7,7 @@ import json
 import re
 import stat
 import sys
+import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -201,6 +202,27 @@ def test_a_plan_reads_no_column_and_writes_nothing(file, tmp_path, monkeypatch, 
     assert "this plan has cost nothing" in plan["epsilon in all"]
     assert int(re.search(r"about (\d+) rows", plan["rare categories"])[1]) > 10
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "is_one"), [("patientID", True), ("user id", True), ("SSN", True), ("paid", False)])
+def test_a_column_that_numbers_persons_by_its_name_is_pointed_out(name, is_one, tmp_path, monkeypatch, capsys):
+    """It reads no value: other columns may be as different from row to row."""
+
+    def never(*_, **__):
+        raise RuntimeError("learnt")
+
+    monkeypatch.setattr(tables, "learn", never)
+    numbered, seen = people().assign(**{name: 1.0}), tmp_path / "numbered.csv"
+    numbered.to_csv(seen, index=False)
+    assert run(["train", str(seen), *TRAIN, "--plan", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["plan"].get("identifiers", "")
+    assert (f"'{name}' will be used" in said, "--owner" in said, "schema.toml" in said) == (is_one,) * 3
+    settings = own_table.STUDY.settings(**complete(seen, {"target": "income", "target_epsilon": 4.0}))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError, match="learnt"):
+            own_table.build_task(settings)
+    assert any(f"'{name}' will be used" in str(one.message) for one in warned) == is_one
 
 
 def test_what_was_learnt_privately_is_said_without_what_the_schema_declares(file, tmp_path):

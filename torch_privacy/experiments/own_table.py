@@ -297,8 +297,9 @@ def _learn(
     share, kept, noise = settings.schema_share, _Kept(table_notes.event_unit(settings), new_ledger), None
     assert settings.target_epsilon is not None, "noise alone leaves nothing to learn with"
     doubt = checked_target(settings, schema, len(train_rows) if owners is None else len(set(owners)))
-    if doubt is not None:
-        warnings.warn(f"train: {doubt}", stacklevel=2)
+    for warning in (doubt, table_notes.identifiers(settings, schema)):
+        if warning is not None:
+            warnings.warn(f"train: {warning}", stacklevel=2)
     if draft is not None:
         noise = draft.reserve(schema, tables.rows_of(frame), kept.open)
     try:

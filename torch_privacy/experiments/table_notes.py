@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch_privacy.tables.schema_file import toml_key
 
 MOST_NAMES = 20  # of columns, in a message
 FEW_ROWS = 10  # below which a declared category is pointed out
+NUMBERING = {"id", "ids", "uuid", "guid", "identifier", "ssn"}  # words of a name for a number of a person or a row
 MOST_CLASSES = 6  # of a column, in a message
 
 
@@ -70,6 +72,24 @@ def to_write(settings: TableSettings, lines: str) -> str:
     name, target = Path(settings.file).name, shlex.quote(settings.target)
     made = f"torch-privacy schema {name} --target {target} --output schema.toml"
     return f"Make a schema ({made}), write into schema.toml: {lines}, and add --schema schema.toml. "
+
+
+def identifiers(settings: TableSettings, schema: tables.Schema) -> str | None:
+    """Returns what to do with features that may number persons or rows, by their names alone; None without such."""
+    features = [column.name for column in schema.columns if column.kind == "learn" and column.name != schema.target]
+    found = [name for name in features if NUMBERING & {word.lower() for word in _WORD.findall(name)}]
+    if not found:
+        return None
+    lines = to_write(settings, f'[columns.{toml_key(found[0])}], kind = "ignored"').rstrip()
+    owner = f" If a person may have several rows, add --owner {shlex.quote(found[0])} instead."
+    return (
+        f"{Path(settings.file).name}: {_check.quoted(found, at_most=MOST_NAMES)} will be used as a feature. If it "
+        "numbers persons or rows, as its name says, it predicts nothing for others: "
+        f"{lines[0].lower()}{lines[1:]}{'' if settings.owner else owner}"
+    )
+
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
 def _hints(settings: TableSettings, schema: tables.Schema) -> tuple[str, ...]:

@@ -58,6 +58,8 @@ def plan_lines(settings: TableSettings) -> list[tuple[str, str]]:
             lines.append(("rare categories", f"are lost below about {threshold:,} rows: write them into a schema"))
         if doubt is not None:
             lines.append(("rare classes", doubt))
+        if numbering := table_notes.identifiers(settings, schema):
+            lines.append(("identifiers", numbering))
     noise = planned_noise(settings, schema, n)
     return [
         *lines,
