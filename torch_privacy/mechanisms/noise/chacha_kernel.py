@@ -53,7 +53,7 @@ def _quarter(a, b, c, d):
 @triton.jit(do_not_specialize=_ARGUMENTS)  # else it would be compiled again for some keys, steps and places
 def _kernel(out, key0, key1, key2, key3, nonce, first, count, SIZE: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    number = place + first
+    number = first + place
     nothing = place * 0
     zero = nothing.to(tl.uint32)
     s4, s5 = _words(nothing + key0)
