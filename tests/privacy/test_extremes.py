@@ -302,3 +302,19 @@ def test_hardly_any_noise_beside_another_mechanism_is_priced_in_parts(noise, q) 
     alone, both = (privacy.compose(events) for events in ([steps], [steps, (other, 1)]))
     rest = privacy.compose([(other, 1)]).epsilon_high(5e-6)
     assert alone.epsilon(1e-5).low <= both.epsilon(1e-5).high <= 1.001 * (alone.epsilon_high(5e-6) + rest)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        privacy.FinitePair((1.0, 0.0), (0.0, 1.0)),
+        privacy.Repeated(((privacy.Gaussian(1.0), 1),), mean=3000),
+    ],
+    ids=["exact", "upper bound"],
+)
+def test_a_release_that_may_reveal_everything_has_an_infinite_epsilon_beside_others(event) -> None:
+    for steps in ([(event, 2)], [(event, 1), (privacy.Gaussian(1.0), 1)], [(privacy.Laplace(1.0), 5), (event, 1)]):
+        both, alone = privacy.compose(steps), privacy.compose([(event, 1)])
+        assert both.epsilon(1e-5).high == math.inf
+        assert both.delta(1.0).high == 1.0
+        assert both.epsilon(1e-5).low >= alone.epsilon(1e-5).low

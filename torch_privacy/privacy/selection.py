@@ -48,7 +48,8 @@ def _largest_loss(run: Profile, event: "Repeated") -> float:
 def _largest_better(better: Array, bounds: Array) -> Array:
     """Returns the largest y on neighboring data: the least ``e^ε y + δ`` and ``1 - e^-ε (1 - y - δ)`` over all ε."""
     epsilon, delta = bounds.T[:, :, None]
-    return np.minimum(np.exp(epsilon) * better + delta, 1 - np.exp(-epsilon) * (1 - better - delta)).min(0)
+    with np.errstate(over="ignore"):  # then the other bound holds
+        return np.minimum(np.exp(epsilon) * better + delta, 1 - np.exp(-epsilon) * (1 - better - delta)).min(0)
 
 
 def _stopping(event: "Repeated") -> float:

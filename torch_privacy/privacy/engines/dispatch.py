@@ -83,6 +83,9 @@ def _realizable(steps: Sequence[tuple[DominatingPair | PairBounds, int]]) -> lis
 
 def _curves(steps: Steps, method: str) -> tuple[Curve, ...]:
     """Returns the same curves for steps with exact pairs only."""
+    revealing = next((pair for pair, _ in steps if pair.extremes(swapped=False).infinite >= 1), None)
+    if revealing is not None and sum(count for _, count in steps) > 1:  # without finite losses there is no lattice
+        return (Envelope([NoPromise()], [ClosedFormCurve(revealing, swapped=False)]),)
     swaps = (False,) if all(pair.symmetric for pair, _ in steps) else (False, True)
     if len(steps) > MOST_DISTINCT and (grouped := grouped_gaussians(steps, MOST_DISTINCT)):
         enclosed = zip(*(_by_engines(side, swaps, method) for side in grouped), strict=True)
