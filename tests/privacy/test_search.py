@@ -79,3 +79,14 @@ def test_nan_scores_and_empty_candidates_are_refused():
         search_privately(lambda c: (math.nan, c), [1], event)
     with pytest.raises(ValueError, match="empty"):
         search_privately(lambda c: (0.0, c), [], event)
+
+
+def test_other_events_and_runs_that_return_no_pair_are_refused():
+    runs = []
+    with pytest.raises(ValueError, match="must be a Repeated"):
+        search_privately(lambda c: runs.append(c), [1], Laplace(1.0))  # pyright: ignore[reportArgumentType]
+    assert not runs
+    event = Repeated(((Laplace(1.0), 1),), mean=3, distribution="geometric")
+    with pytest.raises(tp.Refused, match=r"returned NoneType: must be the pair \(score, result\)"):
+        search_privately(lambda c: runs.append(c), [1], event)  # pyright: ignore[reportArgumentType]
+    assert len(runs) == 1

@@ -44,7 +44,8 @@ def search_privately(
         The best run, with ties broken at random; None if no run happened (only with Poisson), which the price includes.
 
     Raises:
-        Refused: a score is NaN. Nothing of the search is released then.
+        Refused: a score is NaN, or a run returns no pair. Nothing of the search is released then.
+        ValueError: there is no candidate, or ``event`` is no `Repeated`; nothing was run.
 
     Source: Liu & Talwar (2019), arXiv:1811.07971; Papernot & Steinke (2022), arXiv:2110.03620.
 
@@ -57,12 +58,20 @@ def search_privately(
     """
     if not candidates:
         raise ValueError("search_privately: candidates is empty; give at least one.")
+    if not isinstance(event, Repeated):
+        raise ValueError(
+            f"search_privately: event={event!r} must be a Repeated, such as Repeated(((event, 1),), mean=10): the "
+            "releases of one run, and how the number of runs is drawn."
+        )
     generator = np.random.default_rng(secrets.randbits(256))
     best: Found[Candidate, Result] | None = None
     ties = 0
     for _ in range(event.draw(generator)):
         candidate = candidates[int(generator.integers(len(candidates)))]
-        score, result = run(candidate)
+        found = run(candidate)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise Refused(f"search_privately: run returned {type(found).__name__}: must be the pair (score, result).")
+        score, result = found
         if not score == score:  # NaN has no rank
             raise Refused(
                 "search_privately: a score is not a number. Return -inf as the score of a failed run, so that the "
