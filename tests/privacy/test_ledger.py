@@ -273,3 +273,12 @@ def test_record_reaches_the_disk_when_a_second_has_passed(tmp_path, synced, monk
     assert synced == [False]
     ledger.record(A, 2, "c")
     assert synced == [False]
+
+
+def test_a_ledger_is_the_sequence_of_its_releases():
+    """So that ``prior_releases=training.ledger`` counts all of them."""
+    ledger = privacy.Ledger()
+    for step, stddev in enumerate([1.0, 2.0, 1.0]):
+        ledger.record(privacy.Gaussian(stddev), step, f"{step}")
+    assert [*ledger] == ledger.releases
+    assert len([*ledger]) == len(ledger) == 3

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops._base import in_sum_dtype
@@ -116,7 +115,7 @@ def check_rule(where: str, name: str, rule: Any) -> ClippingRule:
 def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
     """Returns ``min(1, clip_norm / norm)``, and 0 where the norm is not finite."""
     factors = (clip_norm / in_sum_dtype(norms)).clamp_(max=1).nan_to_num_(0)
-    return F.threshold_(factors, torch.finfo(factors.dtype).tiny, 0)
+    return torch.threshold_(factors, torch.finfo(factors.dtype).tiny, 0)
 
 
 def vectors_changed(relation: NeighboringRelation) -> int:

@@ -2,6 +2,7 @@
 """Provides the ledger: an append-only list of releases, on disk before any release is used."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,10 @@ class Ledger:
     def __len__(self) -> int:
         self._settle()
         return len(self._releases)
+
+    def __iter__(self) -> Iterator[Release]:
+        """Goes through `releases`, so that a ledger may be ``prior_releases`` itself."""
+        return iter(self.releases)
 
     @property
     def path(self) -> Path | None:

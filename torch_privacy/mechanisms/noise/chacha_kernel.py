@@ -29,8 +29,13 @@ def write_words(words: Tensor, state: tuple[int, ...], first: int) -> None:
 
 
 @triton.jit
-def _words(pair):
-    return pair.to(tl.uint32), (pair >> 32).to(tl.uint32)
+def _lower(pair):
+    return pair.to(tl.uint32)
+
+
+@triton.jit
+def _upper(pair):
+    return (pair >> 32).to(tl.uint32)
 
 
 @triton.jit
@@ -53,15 +58,12 @@ def _quarter(a, b, c, d):
 @triton.jit(do_not_specialize=_ARGUMENTS)  # else it would be compiled again for some keys, steps and places
 def _kernel(out, key0, key1, key2, key3, nonce, first, count, SIZE: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    number = first + place
+    number = place + first
     nothing = place * 0
     zero = nothing.to(tl.uint32)
-    s4, s5 = _words(nothing + key0)
-    s6, s7 = _words(nothing + key1)
-    s8, s9 = _words(nothing + key2)
-    s10, s11 = _words(nothing + key3)
-    s12, s13 = _words(number)
-    s14, s15 = _words(nothing + nonce)
+    s4, s5, s6, s7 = _lower(nothing + key0), _upper(nothing + key0), _lower(nothing + key1), _upper(nothing + key1)
+    s8, s9, s10, s11 = _lower(nothing + key2), _upper(nothing + key2), _lower(nothing + key3), _upper(nothing + key3)
+    s12, s13, s14, s15 = _lower(number), _upper(number), _lower(nothing + nonce), _upper(nothing + nonce)
     x0, x1, x2, x3 = zero + 0x61707865, zero + 0x3320646E, zero + 0x79622D32, zero + 0x6B206574
     x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15
     for _ in range(10):
