@@ -83,6 +83,7 @@ WRONG = {
     "not clipped": (loop(clipped=False), "size of the noise"),
     "a tenth less noise": (loop(noise=lambda z: 0.9 * z), "size of the noise"),
     "a step without noise": (loop(noise=without_noise_in_a_step), "size of the noise"),
+    "no noise": (loop(noise=np.zeros_like), "size of the noise"),
     "noise used twice": (loop(noise=used_twice), "fresh noise"),
 }
 
