@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 CHUNK_FLOATS = 2**21  # temporaries are split into chunks of 8 MiB of float32, which fit in the cache
+KEPT = 2**18  # offsets of one kind at most that stay for later batches: 2 MiB
 
 
 @dataclass(frozen=True)
@@ -195,9 +197,14 @@ def add_at(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     return total.index_put_((index,), rows, accumulate=True)  # CUDA sorts; its index_add_ adds atomically, in any order
 
 
-@lru_cache(maxsize=64)
 def offsets(sizes_and_steps: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """Returns the places of all entries, in order, of a tensor with these sizes and steps; kept for later batches."""
+    """Returns the places of all entries, in order, of a tensor with these sizes and steps; few are kept for others."""
+    are_few = math.prod([size for size, _ in sizes_and_steps]) <= KEPT
+    return (_offsets if are_few else _offsets.__wrapped__)(sizes_and_steps, device)
+
+
+@lru_cache(maxsize=64)
+def _offsets(sizes_and_steps: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     places = torch.zeros((), dtype=torch.int64, device=device)
     for size, step in sizes_and_steps:
         places = places.unsqueeze(-1) + torch.arange(size, device=device) * step
