@@ -196,3 +196,14 @@ def test_gram_of_places_is_right_if_gradients_alternate(d, e, geometry, beside, 
     exact = in_float64(op).rows().flatten(1).norm(dim=1)
     for method in op.methods():
         torch.testing.assert_close(squared_norms(op, method).double().sqrt(), exact, rtol=CLOSE, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_norms_of_rows_with_terms_that_cancel_come_from_the_rows(scale):
+    torch.set_default_dtype(torch.float32)
+    x, b = torch.rand(3, 1, 20), torch.rand(3, 1, 6)
+    x = scale * torch.cat([x, -x * (1 + 1e-3 * torch.rand_like(x))], 1)
+    op = Linear(x, b.expand(3, 2, 6).contiguous())
+    (gram,) = [method for method in op.methods() if method.name == "gram"]
+    exact = in_float64(op).rows().flatten(1).square().sum(1)
+    torch.testing.assert_close(squared_norms(op, gram).double(), exact, rtol=1e-3, atol=0)

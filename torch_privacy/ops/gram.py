@@ -34,7 +34,7 @@ def norms_from_gram(grams: Sequence[Tensor], sizes: Sequence[int], op: Op, twice
     sums. ``twice`` (n, ..) are additional terms that count twice.
     """
     t = grams[0].shape[1:-1].numel()
-    lost = lost_to_underflow(t, [gram.diagonal(dim1=-2, dim2=-1).flatten(1).sum(1) for gram in grams], sizes)
+    lost = lost_to_underflow(t, [gram.diagonal(dim1=-2, dim2=-1).flatten(1) for gram in grams], sizes)
     terms, *others = grams
     for other in others:
         terms.mul_(other)
@@ -69,16 +69,19 @@ def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), torch.nan, dtype=dtype, device=device)  # kept: to make it costs a launch
 
 
-def lost_to_underflow(t: int, traces: Sequence[Tensor], sizes: Sequence[int]) -> Lost:
+def lost_to_underflow(t: int, diagonals: Sequence[Tensor], sizes: Sequence[int]) -> Lost:
     """Bounds the error (n,) of the sum over t² products of Gram matrices' entries if numbers below tiny become zero.
 
-    The error of an entry is at most ``size·tiny``, and no entry exceeds the trace: bounds follow factor by factor.
+    The error of an entry is at most ``size·tiny``, and no entry exceeds the trace, the sum of the diagonal (n, t):
+    bounds follow factor by factor.
     """
-    tiny = torch.finfo(traces[0].dtype).tiny
+    first, second, *others = diagonals
+    tiny = torch.finfo(first.dtype).tiny
     more = t**2 * tiny * (1 + t * (2 * sizes[0] + 1) * sizes[1] * tiny)
-    both = torch.add(traces[1], traces[0], alpha=sizes[1] / (sizes[0] + 1))
+    both = torch.add(second, first, alpha=sizes[1] / (sizes[0] + 1)).sum(1)
     lost = Lost(both, t**2 * (sizes[0] + 1) * tiny, more)
     total: Any = float(t**2)  # the sum of t² ones, times the largest entries of the factors so far
+    traces = [diagonal.sum(1) for diagonal in diagonals] if others else []
     for k in range(2, len(traces)):
         for earlier in (0, 1) if k == 2 else (k - 1,):
             total = (traces[earlier] + t * sizes[earlier] * tiny) * total
