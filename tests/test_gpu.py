@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 from trainings import RULES, private_training
 
 import torch_privacy as tp
+from torch_privacy.jacobian.recording.functions import looks_up_examples
 from torch_privacy.jacobian.rows.plan import MemoryBudget
 from torch_privacy.mechanisms.noise import Noise, gaussian, grid_unit
 from torch_privacy.mechanisms.noise.chacha import DeviceNormals, chacha20, words_of
@@ -22,7 +23,7 @@ from torch_privacy.mechanisms.noise.processor import ProcessorNormals
 from torch_privacy.ops import dense, gram
 from torch_privacy.support.random_state import RandomState, SeededRandomNumbers, torch_generators
 from torch_privacy.support.torch_modes import full_precision
-from torch_privacy.training.weights import WeightMarks
+from torch_privacy.training.weights import WeightGuard, WeightMarks
 
 register()
 GPU = torch.device(NAME)
@@ -569,6 +570,27 @@ def test_a_weight_moved_by_other_code_is_seen_late_on_a_gpu():
             with torch.no_grad():
                 training.model[2].bias.add_(1.0)
     assert "step 3, in '2.bias'" in training.state_dict()["moved_otherwise"]
+
+
+def test_a_weight_moved_by_other_code_is_seen_if_an_update_replaces_the_weights():
+    weights = {"w": nn.Parameter(torch.zeros(3, device=GPU))}
+    guard = WeightGuard(lambda: weights)
+    guard.activate()
+    with torch.no_grad():
+        weights["w"].add_(1.0)
+    optimizer = torch.optim.SGD(weights.values(), lr=0.1)
+    with pytest.warns(UserWarning, match="step 3, in 'w'"):
+        guard.update(optimizer, weights, 3, lambda: weights.update(w=nn.Parameter(torch.ones(3, device=GPU))))
+    guard.deactivate()
+    assert "step 3" in guard.seen_otherwise
+
+
+def test_expanded_positions_are_known_without_a_wait():
+    ids = torch.arange(4, device=GPU)
+    with watched(refuses=True):
+        assert looks_up_examples(F.embedding, (ids.expand(3, 4),))
+    assert looks_up_examples(F.embedding, (ids.repeat(3, 1),))
+    assert not looks_up_examples(F.embedding, (torch.stack([ids, ids + 1]),))
 
 
 def test_the_first_move_of_weights_of_several_types_is_named():

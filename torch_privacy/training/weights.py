@@ -238,6 +238,10 @@ class WeightGuard:
             self._moved_otherwise = f"first seen after step {step}, in {moved[0]!r}"
         return bool(moved)
 
+    def _warn_if_new(self, known: str) -> None:
+        if self._moved_otherwise and not known:
+            warn(MOVED_IN_LOOP.format(self._moved_otherwise))
+
     def _look(self, parameters: Mapping[str, Tensor], steps_made: int) -> WeightMarks:
         """Notes whether other code has moved the weights since the last update, and warns when it is first seen."""
         marks, known = self._marks, self._moved_otherwise
@@ -253,8 +257,7 @@ class WeightGuard:
             marks.renew()
         else:
             marks.renew_versions()
-        if self._moved_otherwise and not known:
-            warn(MOVED_IN_LOOP.format(self._moved_otherwise))
+        self._warn_if_new(known)
         return marks
 
     def update(
@@ -282,8 +285,13 @@ class WeightGuard:
         try:
             after()
         finally:
-            self._marks = marks if marks.holds(parameters) else WeightMarks(parameters)
-            self._marks.renew()
+            if not marks.holds(parameters):
+                known = self._moved_otherwise
+                self._note(*marks.seen_late())  # what is not read yet would be lost with these marks
+                self._warn_if_new(known)
+                marks = WeightMarks(parameters)
+            self._marks = marks
+            marks.renew()
         return moved
 
     def digest(self, names: Collection[str] | None = None) -> bytes:
