@@ -42,17 +42,8 @@ from torch_privacy.mechanisms.noise import Noise, chacha
 
 GPT2_SMALL = 124_439_808  # parameters
 MICROSECONDS = (5, 10)  # of the host for one launch: a fast one, and a slow one
-WITHOUT_KERNEL = (
-    "_unsafe_view",
-    "squeeze_",
-    "unsqueeze_",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "is_same_size",
-)
+VIEWS = ("_unsafe_view", "squeeze_", "unsqueeze_")  # though not by their signatures
+WITHOUT_KERNEL = (*VIEWS, "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_same_size")
 
 
 def _stand_in(key: bytes, step: int, first: int, count: int, device: torch.device) -> torch.Tensor:
