@@ -204,16 +204,17 @@ def test_a_plan_reads_no_column_and_writes_nothing(file, tmp_path, monkeypatch, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("form", ["csv", "parquet"])  # the columns of the second have types
 @pytest.mark.parametrize(("name", "is_one"), [("patientID", True), ("user id", True), ("SSN", True), ("paid", False)])
-def test_a_column_that_numbers_persons_by_its_name_is_pointed_out(name, is_one, tmp_path, monkeypatch, capsys):
+def test_a_column_that_numbers_persons_by_its_name_is_pointed_out(name, is_one, form, tmp_path, monkeypatch, capsys):
     """It reads no value: other columns may be as different from row to row."""
 
     def never(*_, **__):
         raise RuntimeError("learnt")
 
     monkeypatch.setattr(tables, "learn", never)
-    numbered, seen = people().assign(**{name: 1.0}), tmp_path / "numbered.csv"
-    numbered.to_csv(seen, index=False)
+    numbered, seen = people().assign(**{name: 1.0}), tmp_path / f"numbered.{form}"
+    numbered.to_csv(seen, index=False) if form == "csv" else numbered.to_parquet(seen)
     assert run(["train", str(seen), *TRAIN, "--plan", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["plan"].get("identifiers", "")
     assert (f"'{name}' will be used" in said, "--owner" in said, "schema.toml" in said) == (is_one,) * 3

@@ -76,7 +76,7 @@ def to_write(settings: TableSettings, lines: str) -> str:
 
 def identifiers(settings: TableSettings, schema: tables.Schema) -> str | None:
     """Returns what to do with features that may number persons or rows, by their names alone; None without such."""
-    features = [column.name for column in schema.columns if column.kind == "learn" and column.name != schema.target]
+    features = [column.name for column in schema.open_columns if column.name != schema.target]
     found = [name for name in features if NUMBERING & {word.lower() for word in _WORD.findall(name)}]
     if not found:
         return None
