@@ -7,6 +7,8 @@ DEVICE ?=
 # Tests wait for processes that they start, so that three jobs take a third less time than two on two cores.
 JOBS ?= $(if $(DEVICE),$(if $(filter pretend,$(DEVICE)),2,0),3)
 BIN := $(VENV)/bin
+# Modules are compiled when they are first imported: most never are, and to compile all takes half of the time.
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # One thread for each process, as the models are tiny; compiled modules are kept, as the tests start many processes.
 FAST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Silences an advertisement of the theme, not a warning about these pages.
@@ -28,7 +30,7 @@ thorough: $(VENV)/.test  ## run what `test` leaves out: more cases of the same t
 	$(FAST) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --thorough $(ARGS)
 
 compare: $(VENV)/.compare  ## run the programs behind docs/comparison.md: this library beside four others
-	$(FAST) $(BIN)/python -m pytest --all tests/test_comparison.py $(ARGS)
+	$(FAST) $(BIN)/python -m pytest -n 2 --all tests/test_comparison.py $(ARGS)
 
 bench: $(VENV)/.test  ## count launches and waits on a pretended GPU; DEVICE=cuda: time, throughput and memory on this machine's
 	cd benchmarks && $(abspath $(BIN))/python card.py --device $(or $(DEVICE),pretend) $(ARGS)
@@ -63,12 +65,13 @@ $(VENV)/.train: TARGET := .
 $(VENV)/.test: TARGET := .[test]
 $(VENV)/.compare: TARGET := .[test,comparison]
 $(VENV)/.check: TARGET := .[test,docs]
+$(VENV)/.check: ALSO := $(VENV)/.test
 $(VENV)/.train $(VENV)/.test $(VENV)/.compare $(VENV)/.check: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make: $(PYTHON) must be Python 3.11 or newer. Install one and name it: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "make: $(PYTHON) lacks the venv module. On Debian: apt install python3-venv" >&2; exit 2; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '$(TARGET)'
-	@touch $@
+	$(PIP) hatchling editables
+	$(PIP) --no-build-isolation -e '$(TARGET)'
+	@touch $@ $(ALSO)

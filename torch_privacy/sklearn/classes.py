@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import norm
+from scipy.special import ndtri
 
 from .. import privacy
 from ..mechanisms.noise import Noise, key_from_test_seed
@@ -36,7 +36,7 @@ def noise_and_threshold(epsilon: float, delta: float) -> tuple[float, float]:
     """Returns the standard deviation of the noise on the counts, and the count from which on a class is found."""
     failure = delta / SHARE_OF_DELTA
     noise = privacy.calibrate(min(epsilon / SHARE, LARGEST), failure, sampling_probability=1.0, num_steps=1)
-    return noise, float(1 + noise * norm.isf(failure))
+    return noise, float(1 - noise * ndtri(failure))
 
 
 def find_classes(y: Array, epsilon: float, delta: float, test_seed: int | None) -> FoundClasses:

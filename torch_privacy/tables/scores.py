@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 from .threshold import Threshold, positive
 
@@ -162,10 +161,11 @@ def _error(influences: Array, owners: Array | None) -> float:
 def _area(chances: Array, happened: Array) -> Array:
     """Returns numbers, (n,), with the area under the ROC curve as mean and its influences as deviations (DeLong)."""
     m, n = int(happened.sum()), len(happened)
-    ranks, within = rankdata(chances), np.empty(n)
+    above = np.empty(n)  # of a row, the rows of the other group below it, ties by half
     for group in (happened, ~happened):
-        within[group] = rankdata(chances[group])
-    above = ranks - within  # of a row, the rows of the other group below it, ties by half
+        others = np.sort(chances[~group])
+        below, up_to = (np.searchsorted(others, chances[group], side) for side in ("left", "right"))
+        above[group] = (below + up_to) / 2
     placements = np.where(happened, above / (n - m), 1 - above / m)
     area = placements[happened].mean()
     return area + (placements - area) / np.where(happened, m / n, 1 - m / n)
