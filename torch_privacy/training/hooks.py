@@ -49,7 +49,8 @@ class Pending:
             self.notes.stop()
         if self.tape is not None:
             self.tape.stop()
-        self.branches.stop()
+        else:
+            self.branches.stop()
 
     def close(self) -> None:
         """Restores what was set while the user's code ran; a second call does nothing."""

@@ -51,11 +51,17 @@ class Listener:
         """Is called when the loop has ended by itself."""
 
 
+def together(*listeners: Listener | None) -> Listener:
+    """Returns one listener for all that are there."""
+    there = [listener for listener in listeners if listener is not None]
+    return there[0] if len(there) == 1 else Listeners(there)
+
+
 class Listeners(Listener):
     """Passes on what happens to several listeners, in their order."""
 
-    def __init__(self, listeners: Iterable[Listener | None]):
-        self._all = [listener for listener in listeners if listener is not None]
+    def __init__(self, listeners: Sequence[Listener]):
+        self._all = listeners
 
     def begin_step(self, size: int) -> None:
         for listener in self._all:

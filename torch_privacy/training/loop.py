@@ -27,7 +27,7 @@ from .accelerate import check_not_for_accelerate
 from .callbacks import Callback, Callbacks
 from .canaries import Observation
 from .correlation import Banded, check_correlated
-from .listeners import Listeners
+from .listeners import together
 from .loop_checks import closed_at_exit, name_of
 from .making import Own, agree, make_rehearsals, make_setup, make_state
 from .meeting import Meeting
@@ -259,7 +259,7 @@ class PrivateTraining(Reporting):
         self._resuming.files = agree(setup, self._state, files, self._resuming)
         self._state.releases = self._resuming.new_releases()
         self._state.rehearsals = make_rehearsals(setup, self._state, self)
-        listener, meeting = Listeners([observation, self._resuming.files, called]), Meeting.of(setup, self._state)
+        listener, meeting = together(observation, self._resuming.files, called), Meeting.of(setup, self._state)
         self._runs = StepRun(setup, self._state, meeting, listener)
         self._releaser = Releaser(setup, self._state, meeting, listener, self._resuming)
         self._run: Run | None = None  # of the step in progress
