@@ -13,10 +13,10 @@ float32. A contender that fails on a network prints the reason, and the others c
 
 ``ours-no-noise`` is recording, norms, clipping and the clipped sum; ``ours`` is all of ``PrivateTraining``: Poisson
 sampling, noise, ledger. ``opacus-all`` is all of Opacus: its loader with Poisson sampling over the same data set, rows
-by hooks, noise, its accountant. Batches are fixed in all other contenders; the minima of these two are over batches of
-at least the expected size. ``opacus-hooks`` and ``opacus-ghost`` add noise; vmap and BackPACK clip and sum only. Loss
-and optimizer are the same. Other programs on the machine disturb the numbers, especially with several threads; with one
-(``OMP_NUM_THREADS=1``), times are processor times.
+by hooks, noise, its accountant; ``opacus-all-ghost`` the same with ghost clipping. Batches are fixed in all other
+contenders; the minima of these are over batches of at least the expected size. ``opacus-hooks`` and ``opacus-ghost``
+add noise; vmap and BackPACK clip and sum only. Loss and optimizer are the same. Other programs on the machine disturb
+the numbers, especially with several threads; with one (``OMP_NUM_THREADS=1``), times are processor times.
 
 Under glibc, malloc returns memory to the system and requests it again at random times, which costs some contender
 up to a third of its time: so the script restarts itself with malloc configured to keep memory. ``--malloc``
@@ -129,6 +129,7 @@ CONTENDERS: dict[str, Maker] = {
     "opacus-hooks": opacus("hooks"),
     "opacus-ghost": opacus("ghost"),
     "opacus-all": opacus("hooks", with_loader=True),
+    "opacus-all-ghost": opacus("ghost", with_loader=True),
     "backpack-rows": backpack_rows,
     "backpack-norms": backpack_norms,
 }

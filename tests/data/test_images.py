@@ -117,8 +117,9 @@ def python2(batch):
 
 PICKLES = {
     "of Python 2": python2,
-    "of Python 3": pickle.dumps,
-    "of Python 3 for 2": lambda b: pickle.dumps(b, protocol=2),
+    "of Python 3": lambda batch: pickle.dumps(batch, protocol=4),
+    "of Python 3.14": lambda batch: pickle.dumps(batch, protocol=5),
+    "of Python 3 for 2": lambda batch: pickle.dumps(batch, protocol=2),
 }
 
 

@@ -47,7 +47,18 @@ def _encode(text: Any, *_: Any) -> bytes:
     return text.encode("latin1")
 
 
+def _from_buffer(content: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> _Array:
+    """Returns the array of a pickle of protocol 5, which Python 3.14 writes by default."""
+    if order not in ("C", "F") or not isinstance(content, (bytes, bytearray)):
+        raise pickle.UnpicklingError("it has an array with its numbers neither in rows nor in columns")
+    array = _Array()
+    array.__setstate__((1, shape, dtype, order == "F", bytes(content)))
+    return array
+
+
 STAND_INS = {
+    ("numpy.core.numeric", "_frombuffer"): _from_buffer,
+    ("numpy._core.numeric", "_frombuffer"): _from_buffer,
     ("numpy.core.multiarray", "_reconstruct"): lambda *_: _Array(),
     ("numpy._core.multiarray", "_reconstruct"): lambda *_: _Array(),
     ("numpy", "ndarray"): None,  # an argument of _reconstruct

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import random
@@ -233,10 +234,15 @@ def seeded(seed: int) -> Iterator[None]:
 
 def owned_by_another(owner: object) -> bool:
     """True if another owner has made random numbers in this thread, and has not closed them."""
-    for user in _ONE_THREAD.users_here():
-        if user.owner is not None and user.owner() not in (None, owner):
-            return True
-    return False
+    if not _has_other_owner(owner):
+        return False
+    gc.collect()  # closes those of a loop that was left, and that a cycle of references keeps
+    return _has_other_owner(owner)
+
+
+def _has_other_owner(owner: object) -> bool:
+    owners = [user.owner for user in _ONE_THREAD.users_here()]
+    return any(its is not None and its() not in (None, owner) for its in owners)
 
 
 _RECORDING_DISABLED: ContextVar[bool] = ContextVar("recording_disabled", default=False)
