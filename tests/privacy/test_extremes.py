@@ -295,6 +295,14 @@ def test_one_rare_step_beside_ten_thousand_with_little_noise_is_priced() -> None
     assert 1 - 1e-8 < privacy.compose(steps).delta(0.0).low <= 1
 
 
+@pytest.mark.parametrize("q", [1e-6, 1e-4])
+def test_losses_beyond_floating_point_beside_another_step_have_a_delta(q) -> None:
+    """At a loss of 50 the rare step, which reveals its example, decides; the other one hardly adds to it."""
+    both = privacy.compose([(privacy.SubsampledGaussian(0.06, q), 1), (privacy.Gaussian(1.0), 1)]).delta(50.0)
+    alone = privacy.compose([(privacy.SubsampledGaussian(0.06, q), 1)]).delta(50.0)
+    assert 0.999 * alone.low < both.low <= both.high < 1.001 * q
+
+
 @pytest.mark.parametrize(("noise", "q"), [(0.03, 1.0), (0.01, 1.0), (0.02, 0.3)])
 def test_hardly_any_noise_beside_another_mechanism_is_priced_in_parts(noise, q) -> None:
     other = privacy.Laplace(5.0)

@@ -8,20 +8,22 @@ import numpy as np
 from ..bracket import Array
 from .base import UNIT, DiscretizablePair, Extremes, Tails
 
+LARGEST = 700.0  # logarithm of numbers that are still in floating-point range
+
 
 def log_mixture(u: Array, probability: float) -> Array:
     """Returns ``log(1 - q + q e^u)`` with a relative error of at most 40 roundings (`UNIT`), given u."""
     if probability == 1:
         return u
-    excess = probability * np.expm1(np.minimum(u, 700.0))
+    excess = probability * np.expm1(np.minimum(u, LARGEST))
     with np.errstate(over="ignore"):
-        direct = np.where(u > 700, u + np.log(probability), np.log1p(np.maximum(excess, -0.5)))
+        direct = np.where(u > LARGEST, u + np.log(probability), np.log1p(np.maximum(excess, -0.5)))
     return np.where(excess < -0.5, np.logaddexp(np.log1p(-probability), np.log(probability) + u), direct)
 
 
 def loss_error(u: Array, losses: Array, u_error: Array, probability: float) -> Array:
     """Returns a bound on the error of ``log_mixture(u, probability)``, given a bound on the error of u."""
-    return probability * np.exp(np.minimum(u - losses, 700)) * u_error + 40 * UNIT * np.abs(losses)
+    return probability * np.exp(np.minimum(u - losses, LARGEST)) * u_error + 40 * UNIT * np.abs(losses)
 
 
 class SubsampledPair(DiscretizablePair):
@@ -50,7 +52,7 @@ class SubsampledPair(DiscretizablePair):
     def weighted_masses(self, u: Array, at: Array) -> tuple[Array, Array, Array]:
         """Returns `cell_masses`, and ``e^at`` times the mass under B."""
         base, shifted = self.cell_masses(u)
-        return base, shifted, np.exp(at) * base
+        return base, shifted, np.exp(np.minimum(at, LARGEST)) * base  # beyond, B has a mass of e^-700 at most
 
     def extremes(self, *, swapped: bool) -> Extremes:
         bounded = swapped and self.probability < 1
