@@ -670,6 +670,12 @@ REFUSED = {
         {"callbacks": [callback("StochasticWeightAveraging", 0.1)]},
         "StochasticWeightAveraging cannot",
     ),
+    "pruning": (
+        Module,
+        {"callbacks": [callback("ModelPruning", "l1_unstructured", amount=0.5)]},
+        "ModelPruning cannot",
+    ),
+    "spikes of the loss": (Module, {"callbacks": [callback("SpikeDetection")]}, "SpikeDetection cannot"),
     "accumulation by a callback": (
         Module,
         {"callbacks": [callback("GradientAccumulationScheduler", {0: 2})]},

@@ -32,6 +32,8 @@ REFUSED_CALLBACKS = {  # with the cure; a subclass is refused, too
     "set performance=Performance(microbatch_size=...) of PrivateFit",
     "LearningRateFinder": "it trains on the data to try learning rates; search on public data, or with "
     "tp.search_privately",
+    "ModelPruning": "it changes the weights between steps; prune the trained model, and save that",
+    "SpikeDetection": "it ends the training by exact training losses, which its checkpoints hold, too; leave it out",
     "StochasticWeightAveraging": "it changes the weights between steps; use tp.MovingAverage in configure_optimizers",
     "WeightAveraging": "it changes the weights between steps; use tp.MovingAverage in configure_optimizers",
 }
