@@ -72,6 +72,17 @@ def test_keywords_of_all_places_are_refused_together():
         training_of(views=2, microbatch_size=3, clip_schedule=[1.0])
 
 
+def test_leave_to_train_with_little_noise_belongs_to_estimated_norms_alone():
+    with pytest.raises(
+        TypeError, match=r"^PrivateTraining: not_for_release= is a setting of tp.Sketched.*Leave it out"
+    ):
+        training_of(not_for_release=True)
+    with pytest.raises(TypeError, match=r"views= has moved.*\(dataset, views=2\) .* not_for_release= is a setting"):
+        training_of(views=2, not_for_release=True)
+    with pytest.raises(TypeError, match=r"clipping=tp.Sketched\(num_projections=4, .*not_for_release=True\)\."):
+        training_of(clipping=tp.Sketched(4, clip_norm=0.5), not_for_release=True)
+
+
 def test_unknown_keyword_is_refused_with_the_nearest():
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'noise_multiplyer' .did you mean 'noise_multipl"):
         training_of(noise_multiplyer=1.0)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from typing import Any
+
+from ..mechanisms.estimated_norms.settings import Sketched
 
 MOVED = {  # old keyword -> where it is now
     **dict.fromkeys(
@@ -18,6 +20,10 @@ MOVED = {  # old keyword -> where it is now
     **dict.fromkeys(("jacobian", "perturbation", "not_for_release", "clip_schedule"), "clipping"),
 }
 
+NEEDLESS = (
+    "not_for_release= is a setting of tp.Sketched(...) alone, where norms are estimated. Leave it out: exact norms "
+    "have a price for all noise. A test_seed= marks a run as NOT PRIVATE."
+)
 
 ELSEWHERE = {  # name in another library -> what it is here
     **dict.fromkeys(("max_grad_norm", "l2_norm_clip", "l2_clip_norm", "clip_norm"), "clipping=tp.Flat(clip_norm=...)"),
@@ -53,6 +59,9 @@ def refuse_unknown(function: Callable[..., Any], where: str, clipping: Any, unkn
 
 def moved(old: Mapping[str, Any], clipping: Any = None, place: str = "dataset") -> str:
     """Returns the sentence that says how former keywords are spelled now, ready to copy."""
+    if "not_for_release" in old and old.get("jacobian") is None and not isinstance(clipping, Sketched):
+        others = {name: value for name, value in old.items() if name != "not_for_release"}
+        return f"{moved(others, clipping, place)} {NEEDLESS}" if others else NEEDLESS
     texts = {
         "Examples": f"tp.Examples(dataset, {{}}) in place of {place}",
         "Performance": "performance=tp.Performance({})",
@@ -77,6 +86,8 @@ def _clipping(old: Mapping[str, Any], clipping: Any) -> str:
     """Returns the new value of ``clipping``."""
     if (perturbation := old.get("perturbation")) is not None:
         return f"tp.{type(perturbation).__name__}(...)"
+    if isinstance(clipping, Sketched) and old.get("not_for_release"):
+        clipping = replace(clipping, not_for_release=True)
     rule = _rule(clipping)
     if (sketch := old.get("jacobian")) is not None:
         count = getattr(sketch, "num_projections", 32)
