@@ -114,6 +114,21 @@ def test_own_scores_test_the_ledger_of_a_run(trained, tmp_path, capsys):
     assert content["epsilon_low"] > content["epsilon_claimed"]
 
 
+def test_own_scores_are_judged_at_the_delta_of_the_run_or_at_the_one_given(tmp_path, capsys):
+    folder, path = tmp_path / "run", tmp_path / "scores.json"
+    folder.mkdir()
+    path.write_text(json.dumps({"inside": [1.0, 2.0], "outside": [0.0, 1.0]}))
+    ledger = Ledger(folder / "ledger.jsonl")
+    ledger.record(Gaussian(2.0), 0, "x")
+    ledger.close()
+    assert audited(capsys, folder, "--scores", path)[1]["delta"] == 1e-5
+    (folder / "settings.json").write_text(json.dumps({"experiment": "adult", "delta": 1e-4}))
+    assert audited(capsys, folder, "--scores", path)[1]["delta"] == 1e-4
+    assert audited(capsys, folder, "--scores", path, "--delta", 1e-3)[1]["delta"] == 1e-3
+    assert run(["audit", str(folder), "--scores", str(path), "--delta", "0"]) == 2
+    assert "--delta 0.0 must lie in (0, 1)" in capsys.readouterr().err
+
+
 OWN = """
 import torch
 import torch_privacy as tp

@@ -251,4 +251,14 @@ def _of_scores(run: Path, scores: Path, significance: float, delta: float | None
         raise ValueError(f"{scores}: {wrong}. Give a JSON object with two lists of numbers, inside and outside.")
     ledger = Ledger.read(path)
     inside, outside = content["inside"], content["outside"]
-    return audit_scores(inside, outside, ledger.profile(), significance=significance, delta=delta or USUAL_DELTA)
+    delta = _given(delta, _delta_of(path.parent))
+    return audit_scores(inside, outside, ledger.profile(), significance=significance, delta=delta)
+
+
+def _delta_of(run: Path) -> float:
+    """Returns the delta in the settings of a run; the usual one, if there is none."""
+    from torch_privacy.runs.folder import RunFolder
+
+    folder = RunFolder(run)
+    given = folder.read_settings().get("delta") if folder.settings.exists() else None
+    return _given(given, USUAL_DELTA)
