@@ -155,10 +155,11 @@ def test_targets_outside_of_their_bounds_are_clipped_with_a_warning():
     [
         ({"module": torch.nn.Linear(3, 2)}, "module=Linear(...) is a network: must be a function of the numbers"),
         ({"optimizer": lambda parameters: None}, "cannot be called as optimizer(parameters, lr=learning_rate) (got an"),
+        ({"clipping": tp.Flat}, "clipping=<class 'torch_privacy.mechanisms.clipping.Flat'> must be a clipping rule"),
     ],
-    ids=["module", "optimizer"],
+    ids=["module", "optimizer", "clipping"],
 )
-def test_what_cannot_make_network_or_optimizer_is_refused_before_classes_are_paid_for(wrong, words):
+def test_what_cannot_make_network_or_optimizer_or_clip_is_refused_before_classes_are_paid_for(wrong, words):
     """The errors were those of Python within this library, after epsilon was spent on the classes."""
     x, y = data(seed=len(words))
     one = PrivateClassifier(epsilon=2.0, bounds=(-9, 9), **wrong)
@@ -242,6 +243,16 @@ class TestClasses:
         assert "classes" not in fitted.statement_["treated_as_public"]
         assert fitted.statement_["classes"]["threshold"] > 30
         assert set(fitted.predict(x)) <= {"a", "b"}
+
+    @pytest.mark.thorough(but=1)
+    @pytest.mark.parametrize("way", ["two sums", "estimated norms"])
+    def test_they_and_steps_that_cost_more_than_a_plain_one_meet_the_target_together(self, way):
+        x, _ = data(400)
+        if way == "two sums":
+            subspace = tp.AnchorSubspace(TensorDataset(torch.randn(20, 3).float(), torch.arange(20) % 2), 3)
+        clipping = tp.GEP(subspace) if way == "two sums" else tp.Sketched(32, clip_norm=1.0)
+        one = classifier(classes=None, clipping=clipping, hidden_units=(), epochs=1, batch_size=100).fit(x, x[:, 0] > 0)
+        assert 1.9 < one.spent_.epsilon.high <= 2.0
 
     def test_an_only_example_is_found_with_the_chance_that_is_priced(self, monkeypatch):
         noise = privacy.calibrate(0.5, 0.2, sampling_probability=1.0, num_steps=1)

@@ -29,6 +29,7 @@ from .fitting import (
     STANDARDIZED,
     NetworkPlan,
     Target,
+    check_clipping,
     check_folder,
     check_makers,
     new_network,
@@ -116,6 +117,7 @@ class PrivateEstimator(RemembersFits, BaseEstimator, ABC):
         if unsupported:
             raise TypeError(f"{where}() got an unexpected keyword argument {next(iter(unsupported))!r}")
         check_makers(where, self.module, self.optimizer)
+        check_clipping(where, self.clipping)
 
     @abstractmethod
     def _check_targets(self, where: str, y: Array) -> None:

@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from .. import privacy
-from ..mechanisms.clipping import Flat
+from ..mechanisms.clipping import Flat, check_rule
+from ..mechanisms.estimated_norms import Sketched
+from ..mechanisms.gep import BGEP, GEP
+from ..mechanisms.scheduled import Scheduled
 from ..privacy.spent import Spent
 from ..privacy.summary import attacker_as_json
 from ..sampling.examples import Examples
@@ -125,6 +128,18 @@ def check_makers(where: str, module: Any, optimizer: Any) -> None:
         pass
 
 
+def unscheduled(clipping: Any) -> Any:
+    """Returns the clipping without its schedule."""
+    return clipping.rule if isinstance(clipping, Scheduled) else clipping
+
+
+def check_clipping(where: str, clipping: Any) -> None:
+    """Refuses, before anything is released, what is no clipping."""
+    way = unscheduled(clipping)
+    if way is not None and not isinstance(way, Sketched | GEP | BGEP):
+        check_rule(where, "clipping", way)
+
+
 def new_network(estimator: Any, num_inputs: int, num_outputs: int) -> nn.Module:
     """Returns the network with initial weights that depend on ``random_state`` alone."""
     where, widths = type(estimator).__name__, estimator.hidden_units
@@ -158,9 +173,10 @@ def _noise_of(estimator: Any, plan: NetworkPlan, target: Target) -> tuple[float 
 
     A release that fails to be private with some probability is slow to calibrate with. So the noise is calibrated for
     the other releases and for the rest of delta, which is certain to be enough; the whole is then checked once.
+    `PrivateTraining` knows what its other steps cost: those of estimated norms, and those of several sums.
     """
     epsilon = float(estimator.epsilon)
-    if not target.releases:
+    if not target.releases or isinstance(unscheduled(estimator.clipping), Sketched | GEP):
         return epsilon, None
     others = [(release.event, 1) for release in prior_of(estimator)]
     ((gaussian, failing), (step, count)) = (release.event for release in target.releases), plan.releases[0]
