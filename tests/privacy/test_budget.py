@@ -95,6 +95,16 @@ def test_remaining_is_the_largest_number_that_is_allowed(budget, begun):
     assert budget.remaining(Gaussian(20.0), most=5) == 5
 
 
+def test_run_that_is_far_too_large_is_refused_after_another_has_begun(budget):
+    budget.reserve([(Gaussian(10.0), 1)], "first").begin()
+    much = [(Gaussian(1e-3), 1)]
+    assert not budget.allows(much)
+    assert budget.spent(much).high == float("inf")
+    assert 0 < budget.remaining(Gaussian(10.0)) < 100
+    with pytest.raises(Refused, match=r"does not fit .* would be inf"):
+        budget.reserve(much, "much")
+
+
 def test_events_of_another_unit_or_relation_are_refused(tmp_path, budget):
     with pytest.raises(Refused, match=r"protects one customer, and .* is a budget for one example"):
         budget.reserve([(Gaussian(5.0, unit="customer"), 1)], "a run")

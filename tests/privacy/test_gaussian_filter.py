@@ -111,6 +111,7 @@ def test_share_covers_delta_that_no_epsilon_takes_away():
     assert bounded.share([(privacy.KnownProfile((600.0,), (0.0,)), 1)]) == math.inf
     assert bounded.share([(privacy.KnownProfile((0.0,), (0.0,)), 1)]) == 0
     assert bounded.epsilon_high([], 5.0) == math.inf  # everything of δ is revealed
+    assert bounded.epsilon_high([], math.inf) == math.inf  # everything is
 
 
 def test_declared_releases_without_a_share_have_their_exact_price():

@@ -115,9 +115,9 @@ class GaussianFilter:
         found = list(declared)
         if share == 0:
             return compose(found).epsilon_high(self.delta)
-        delta = self._rest_of_delta(share)
-        if not delta > 0:
+        if self._revealed(share) >= self.delta:  # all is revealed where the share is infinite
             return inf
+        delta = self._rest_of_delta(share)
         noise = min(1 / (sqrt(share) * self._mu), LARGEST_NOISE)
         return compose([*found, (Gaussian(noise, self.neighboring_relation, self.unit), 1)]).epsilon_high(delta)
 
@@ -129,7 +129,8 @@ class GaussianFilter:
             return np.zeros(1), np.zeros(1)
         last = profile.epsilon_high(min(FINEST * self.delta, first))
         if last > LARGEST_EPSILON:  # there is a δ that no ε takes away
-            last = profile.epsilon_high(min(1.001 * profile.delta(LARGEST_EPSILON).high, first))
+            left = min(1.001 * profile.delta(LARGEST_EPSILON).high, first)
+            last = profile.epsilon_high(left) if left < 1 else last
         last = min(last, LARGEST_EPSILON)
         epsilons = np.linspace(0.0, last, POINTS if last else 1)
         return epsilons, np.array([first, *(profile.delta(float(epsilon)).high for epsilon in epsilons[1:])])
