@@ -286,6 +286,29 @@ def test_owners_are_capped_and_priced_as_persons(tmp_path):
     assert not verify(tmp_path / "run").is_false
 
 
+@pytest.mark.parametrize("generator", ["mst", "network"])
+def test_a_run_that_was_settled_releases_nothing_more(tmp_path, generator):
+    import torch_privacy as tp
+
+    budget = tp.Budget.open(tmp_path / "people.budget", epsilon=5, delta=1e-4)
+    run = GeneratorRun(tmp_path / "run", people(), SCHEMA, settings(generator), budget=budget)
+    next(run.steps())
+    run.close()
+    for given, words in ((None, "budget"), (budget, None)):
+        again = GeneratorRun(tmp_path / "run", people(), SCHEMA, settings(generator), budget=given)
+        if words is None:
+            next(again.steps())
+            again.close()
+        else:
+            with pytest.raises(tp.Refused, match=words):
+                next(again.steps())
+    ledger = privacy.Ledger.read(run.folder.ledger)
+    budget.settle_from(ledger.run, ledger, reason="power failure")
+    with pytest.raises(tp.Refused, match="is settled"):
+        next(GeneratorRun(tmp_path / "run", people(), SCHEMA, settings(generator), budget=budget).steps())
+    assert len(privacy.Ledger.read(run.folder.ledger)) == len(ledger)
+
+
 @pytest.mark.thorough
 def test_a_run_draws_from_the_budget_of_the_data(tmp_path):
     import torch_privacy as tp

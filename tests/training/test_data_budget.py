@@ -152,6 +152,15 @@ def test_training_without_run_folder_or_begun_without_the_budget_is_refused(tmp_
     assert not budget.state.runs
 
 
+def test_training_begun_with_the_budget_does_not_go_on_without_it(tmp_path, budget, data):
+    training = run(begun(tmp_path / "run", budget, data), steps=2)
+    training.declare_stop("the machine is needed")
+    training.ledger.close()
+    with pytest.raises(tp.Refused, match=r"draws from a budget of the data, as \w+, and budget= is missing"):
+        begun(tmp_path / "run", None, data)
+    assert len(privacy.Ledger.read(tmp_path / "run/ledger.jsonl")) == 2
+
+
 def test_other_data_are_refused_and_another_form_needs_binding(tmp_path, budget, data):
     begun(tmp_path / "1", budget, data)
     assert budget.key_path.stat().st_mode & 0o777 == 0o600

@@ -123,6 +123,12 @@ def reserve_plan(
     """
     budget = settings.budget
     if not isinstance(budget, privacy.DataBudget):
+        if ledger.run:
+            raise Refused(
+                f"PrivateTraining: the run in {str(ledger.path)!r} draws from a budget of the data, as {ledger.run}, "
+                "and budget= is missing, so that nothing says whether its steps are still reserved. Pass "
+                "tp.Examples(dataset, budget=tp.Budget.open(PATH))."
+            )
         return None
     releases = [*settings.prior_events, *plan.releases]
     if not is_first:

@@ -176,10 +176,21 @@ class GeneratorRun:
             if state["digest"] != self.source.digest():
                 raise Refused(f"{self.folder.path}: the table was changed since the run began. Restore it.")
             self._state, self._ledger = state, privacy.Ledger.load(self.folder.ledger)
+            self._check_reserved(self._ledger.run)
             self._prepare()
         except BaseException:
             self.close()
             raise
+
+    def _check_reserved(self, run: str) -> None:
+        """Refuses to go on with a run that was begun with another budget or none, or has nothing reserved any more."""
+        if bool(run) != (self._budget is not None):
+            was, now = ("with a", "Give it with") if run else ("without a", "Resume it without")
+            raise Refused(f"{self.folder.path}: the run was begun {was} budget of the data. {now} budget=, --budget.")
+        made = len(self._state["made"])
+        is_training = self.settings.generator == "network"  # which asks itself
+        if run and not is_training and made < len(self.plan.releases(self.scale)):
+            self._reserve(self.scale, run).begin()  # refuses a run that is settled
 
     def _prepare(self) -> None:
         """Encodes the rows by the completed schema, and takes up what was made already."""
