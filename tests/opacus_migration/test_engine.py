@@ -316,6 +316,40 @@ def test_a_checkpoint_of_opacus_loads_and_counts(tmp_path) -> None:
         assert reader.accountant.history == ours.accountant.history
 
 
+def test_releases_of_other_code_are_counted_beside_those_of_a_checkpoint(tmp_path) -> None:
+    """Their names were numbers, which those in the checkpoint have, too."""
+    first, second = PrivacyEngine(), PrivacyEngine()
+    for _ in range(3):
+        first.accountant.step(noise_multiplier=1.0, sample_rate=1.0)
+        second.accountant.step(noise_multiplier=2.0, sample_rate=1.0)
+    for engine, noise in ((first, 5.0), (second, 6.0)):
+        engine.accountant.load_state_dict({"history": [(noise, 0.5, 4)], "mechanism": "prv"})
+    model = network()
+    first.save_checkpoint(path=tmp_path / "c.pt", module=model)
+    for _ in range(2):  # the second time changes nothing
+        second.load_checkpoint(path=tmp_path / "c.pt", module=model)
+        history = [(2.0, 1.0, 3), (6.0, 0.5, 4), (1.0, 1.0, 3), (5.0, 0.5, 4)]
+        assert second.accountant.history == history
+    assert second.get_epsilon(DELTA) == pytest.approx(priced(*history), rel=1e-9)
+
+
+def test_prior_releases_are_counted_once_and_those_with_one_fingerprint_all() -> None:
+    prior = [privacy.Release(privacy.Gaussian(noise), "classes") for noise in (20.0, 30.0, 30.0)]
+    engine, *_ = made_private(prior_releases=prior)
+    made_private(engine=engine, data=engine.dataset, prior_releases=prior)
+    assert engine.accountant.events() == [(privacy.Gaussian(noise), 1) for noise in (20.0, 30.0, 30.0)]
+
+
+def test_a_checkpoint_of_a_run_that_is_not_private_says_so_where_it_is_loaded(tmp_path) -> None:
+    engine, model, optimizer, loader = made_private(test_seed=4)
+    trained(model, optimizer, loader)
+    saved(engine, model, optimizer, tmp_path / "c.pt")
+    again, model, optimizer, loader = made_private(test_seed=None)
+    again.load_checkpoint(path=tmp_path / "c.pt", module=model, optimizer=optimizer)
+    with pytest.warns(UserWarning, match="NOT PRIVATE"):
+        assert again.get_epsilon(DELTA) == float("inf")
+
+
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path) -> None:
     engine, model, optimizer, loader = made_private(test_seed=None)
     trained(model, optimizer, loader)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
+import uuid
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,8 +27,9 @@ class Accountant:
     def __init__(self, mechanism: str = "prv"):
         self._mechanism = mechanism
         self.runs: list[OpacusRun] = []
-        self.given: list[privacy.Release] = []  # made elsewhere, of histories without names
+        self._given: dict[tuple[privacy.Event, str, str], privacy.Release] = {}  # made elsewhere; see `give`
         self._loaded: dict[str, Events] = {}  # by the name of the run that made them, in another process
+        self._loaded_warning = ""  # why one of these is not private
 
     @property
     def history(self) -> list[tuple[float, float, int]]:
@@ -59,7 +62,7 @@ class Accountant:
 
     def events(self, without: OpacusRun | None = None) -> Events:
         """Returns what was released, loaded histories first; ``without`` leaves one run out."""
-        events: Events = [(release.event, 1) for release in self.given]
+        events: Events = [(release.event, 1) for release in self._given.values()]
         for name, loaded in self._loaded.items():
             if all(run.name != name for run in self.runs):
                 events += loaded
@@ -68,7 +71,7 @@ class Accountant:
     def releases(self, without: OpacusRun | None = None) -> list[privacy.Release]:
         """Returns what was released, for a training that builds on it."""
         number = 0
-        releases = list(self.given)
+        releases = list(self._given.values())
         for event, count in self.events(without)[len(releases) :]:
             for _ in range(count):
                 releases.append(privacy.Release(event, f"opacus {number}", self._warning()))
@@ -77,8 +80,21 @@ class Accountant:
 
     def _warning(self) -> str:
         """Returns why a training of this engine is not private; "" if all are."""
-        found = [run.training.statement().get("warning", "") for run in self.runs]
-        return next(filter(None, [*found, *(release.warning for release in self.given)]), "")
+        found = [self._loaded_warning, *(run.training.statement().get("warning", "") for run in self.runs)]
+        return next(filter(None, [*found, *(release.warning for release in self._given.values())]), "")
+
+    def give(self, releases: Iterable[privacy.Release]) -> None:
+        """Counts releases that were made elsewhere, once where they are given or loaded again.
+
+        They are known by event, fingerprint and a mark. Histories have numbers in place of fingerprints, as other
+        histories have, too, so that the mark is a random one; else it keeps equal ones of one call apart.
+        """
+        seen = Counter[tuple[privacy.Event, str]]()
+        for release in releases:
+            known = release.event, release.fingerprint
+            mark = uuid.uuid4().hex if release.fingerprint.startswith("opacus ") else str(seen[known])
+            self._given[*known, mark] = release
+            seen[known] += 1
 
     def get_epsilon(self, delta: float, **options: Any) -> float:
         """Returns a certified upper bound on epsilon at ``delta``; infinite, with a warning, if a run is not private.
@@ -98,7 +114,7 @@ class Accountant:
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Counts a release that other code has made."""
         event = privacy.SubsampledGaussian(noise_multiplier, sample_rate)
-        self.given.append(privacy.Release(event, f"opacus step {len(self.given)}"))
+        self.give([privacy.Release(event, f"opacus step {len(self._given)}")])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the history, in a form that Opacus can load; nothing of it is secret."""
@@ -110,7 +126,11 @@ class Accountant:
                 name: [(privacy.event_to_dict(event), count) for event, count in events]
                 for name, events in runs.items()
             },
-            "given": [(privacy.event_to_dict(r.event), r.fingerprint, r.warning) for r in self.given],
+            "given": [
+                (privacy.event_to_dict(event), fingerprint, release.warning, mark)
+                for (event, fingerprint, mark), release in self._given.items()
+            ],
+            "warning": self._warning(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -125,12 +145,12 @@ class Accountant:
         if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("history"), list | tuple):
             raise Refused("PrivacyEngine: privacy_accountant_state_dict has no history. Load one that Opacus saved.")
         if "runs" not in state_dict:
-            self.given += privacy.releases_from_opacus(state_dict)
+            self.give(privacy.releases_from_opacus(state_dict))
             return
-        known = {release.fingerprint for release in self.given}
-        for event, fingerprint, warning in state_dict.get("given", []):
-            if fingerprint not in known:
-                self.given.append(privacy.Release(privacy.event_from_dict(event), fingerprint, warning))
+        for described, fingerprint, warning, mark in state_dict.get("given", []):
+            event = privacy.event_from_dict(described)
+            self._given.setdefault((event, fingerprint, mark), privacy.Release(event, fingerprint, warning))
+        self._loaded_warning = self._loaded_warning or state_dict.get("warning", "")
         for name, pairs in state_dict["runs"].items():
             loaded = [(privacy.event_from_dict(event), count) for event, count in pairs]
             if _steps(loaded) > _steps(self._loaded.get(name, ())):

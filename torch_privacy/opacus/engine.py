@@ -185,7 +185,7 @@ class PrivacyEngine(Checkpointing):
                 stacklevel=3,
             )
         self.dataset = dataset
-        self.accountant.given += further.pop("prior_releases", ())
+        self.accountant.give(further.pop("prior_releases", ()))
         of_examples = {name: further.pop(name, None) for name in ("assume_independent", "budget")}
         collate = None if loader.collate_fn is default_collate else loader.collate_fn
         settings = {
