@@ -31,7 +31,7 @@ def priced(*pairs: tuple[float, float, int], delta: float = DELTA) -> float:
     return privacy.compose([(privacy.SubsampledGaussian(s, q), n) for s, q, n in pairs]).epsilon(delta).high
 
 
-def targeted(engine: PrivacyEngine, epochs: int, target: float = 3.0, data=None):
+def targeted(engine: PrivacyEngine, epochs: int, target: float = 3.0, data=None, **more):
     model = network()
     return engine.make_private_with_epsilon(
         module=model,
@@ -41,6 +41,7 @@ def targeted(engine: PrivacyEngine, epochs: int, target: float = 3.0, data=None)
         target_delta=DELTA,
         epochs=epochs,
         max_grad_norm=1.0,
+        **more,
     )
 
 
@@ -287,6 +288,20 @@ def test_a_target_holds_over_a_checkpoint(tmp_path) -> None:
     model, optimizer, loader = targeted(third, epochs=3)
     with pytest.raises(Refused, match=r"all 18 steps planned for target_epsilon=3.0 are made"):
         third.load_checkpoint(path=tmp_path / "end.pt", module=model, optimizer=optimizer)
+
+
+def test_the_budget_of_the_data_stays_over_a_checkpoint(tmp_path) -> None:
+    budget = tp.Budget.open(tmp_path / "people.budget", epsilon=6, delta=DELTA)
+    engine = PrivacyEngine()
+    model, optimizer, loader = targeted(engine, epochs=3, budget=budget, run_folder=tmp_path / "first")
+    trained(model, optimizer, loader)
+    saved(engine, model, optimizer, tmp_path / "c.pt")
+    again = PrivacyEngine()
+    model, optimizer, loader = targeted(again, epochs=3, budget=budget, run_folder=tmp_path / "second")
+    again.load_checkpoint(path=tmp_path / "c.pt", module=model, optimizer=optimizer)
+    trained(model, optimizer, loader, epochs=2)
+    assert again.training.settings.budget == budget
+    assert [sum(count for _, count in run.releases) for run in budget.state.runs] == [18, 18]
 
 
 def test_a_checkpoint_of_opacus_loads_and_counts(tmp_path) -> None:

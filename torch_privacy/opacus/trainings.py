@@ -91,7 +91,8 @@ class Trainings:
                 del settings["target_epsilon"]
                 settings["noise_multiplier"] = made[-1]
                 settings["num_steps"] = plan.num_steps - len(made)
-                self.examples = replace(self.examples, budget=privacy.Budget(plan.target_epsilon, plan.delta))
+                if not isinstance(self.examples.budget, privacy.DataBudget):  # which has all steps reserved
+                    self.examples = replace(self.examples, budget=privacy.Budget(plan.target_epsilon, plan.delta))
         self._settings = settings
         self.present, self._earlier = self._new_training(), earlier
 
