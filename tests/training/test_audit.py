@@ -403,9 +403,26 @@ def test_what_cannot_be_audited_is_refused(train, canaries, options, named):
     [
         ({"score": "luck"}, "score"),
         ({"score": lambda observed: np.zeros(3)}, "shape"),
-        ({"significance": 2.0}, "significance"),
     ],
 )
 def test_wrong_arguments_are_refused(options, named):
     with pytest.raises(ValueError, match=named):
         tp.audit(Trainer(), examples(60), examples(30), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"significance": 2.0}, "significance=2.0 must lie in"),
+        ({"delta": 0.0}, "delta=0.0 must lie in"),
+        ({"num_guesses": (0, 0)}, "num_guesses=0 must be an integer of at least 1"),
+        ({"num_guesses": (20, 11)}, "num_guesses=31 must be at most 30"),
+        ({"num_guesses": 3}, "num_guesses=3 must be two numbers"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_the_training_spends_epsilon(options, named):
+    def never(dataset):
+        raise AssertionError("trained")
+
+    with pytest.raises(ValueError, match=named):
+        tp.audit(never, examples(60), examples(30), **options)

@@ -291,7 +291,7 @@ def audit_scores(
         >>> audit.is_rejected
         True
     """
-    strictly_between("audit_scores", 0, 1, significance=significance, delta=delta)
+    check_test("audit_scores", significance, delta)
     scores = [np.asarray(part, float) for part in (inside, outside)]
     for name, part in zip(("inside", "outside"), scores, strict=True):
         if part.ndim != 1 or np.isnan(part).any():
@@ -313,8 +313,23 @@ def audit_scores(
     elif num_guesses is None:
         planned = plan(profile, num_canaries)
     else:
-        planned = AuditPlan(*num_guesses)
-        whole("audit_scores", num_in=planned.num_in, num_out=planned.num_out)
-        whole("audit_scores", num_guesses=sum(planned), at_least=1, at_most=num_canaries)
+        planned = plan_of("audit_scores", num_guesses, num_canaries)
     block = plan_block(profile, num_canaries) if disjoint or independent else None
     return Audit(scores[0], scores[1], profile, significance, planned, tuple(notes), delta, block)
+
+
+def check_test(where: str, significance: float, delta: float) -> None:
+    """Raises a ``ValueError`` unless both lie in (0, 1)."""
+    strictly_between(where, 0, 1, significance=significance, delta=delta)
+
+
+def plan_of(where: str, num_guesses: Any, num_canaries: int) -> AuditPlan:
+    """Returns the numbers of guesses; raises a ``ValueError`` unless they are two that fit to the canaries."""
+    if not isinstance(num_guesses, Sequence) or len(num_guesses) != 2:
+        raise ValueError(
+            f"{where}: num_guesses={num_guesses!r} must be two numbers, of the guesses in and of those out."
+        )
+    planned = AuditPlan(*num_guesses)
+    whole(where, num_in=planned.num_in, num_out=planned.num_out)
+    whole(where, num_guesses=sum(planned), at_least=1, at_most=num_canaries)
+    return planned

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..mechanisms.gep.settings import BGEP, GEP
-from ..privacy.audit import Audit, audit_scores
+from ..privacy.audit import Audit, audit_scores, check_test, plan_of
 from ..sampling.canaries import GradientCanaries, WithCanaries
 from ..sampling.examples import Examples
 from ..support.validate import Refused, one_of
@@ -105,6 +105,9 @@ def audit(
         )
     if isinstance(canaries, GradientCanaries) and score == "loss":
         raise Refused('tp.audit: GradientCanaries have no loss. Take score="gradient", or records as canaries.')
+    check_test("tp.audit", significance, USUAL_DELTA if delta is None else delta)
+    if num_guesses is not None:
+        plan_of("tp.audit", num_guesses, len(canaries))  # type: ignore[arg-type]
     seed = secrets.randbits(256) if test_seed is None else test_seed
     coins = np.random.Generator(np.random.PCG64DXSM(seed)).random(len(canaries)) < 0.5  # type: ignore[arg-type]
     data = WithCanaries(dataset, canaries, coins)
@@ -117,7 +120,7 @@ def audit(
     returned = train(data)
     training = _checked(returned, data)
     found = _scores(score, scores.conclude(), len(coins))
-    delta = delta or training.settings.delta or USUAL_DELTA
+    delta = training.settings.delta or USUAL_DELTA if delta is None else delta
     notes = [DISTURBING] if len(coins) > MANY * data.num_examples and data.are_records else []
     return audit_scores(
         found[coins],
