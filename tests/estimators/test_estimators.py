@@ -168,6 +168,33 @@ def test_what_cannot_make_network_or_optimizer_or_clip_is_refused_before_classes
     assert PrivateClassifier(epsilon=2.0, bounds=(-9, 9), classes="public", epochs=1).fit(x, y).spent_.epsilon.high <= 2
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"average": 0.0}, "average=0.0 must lie in"),
+        ({"learning_rate": -1.0}, "Invalid learning rate"),
+        ({"hidden_units": 0}, "hidden_units=0 must be"),
+        ({"module": lambda d, k: nn.Sequential(nn.Linear(d, k), nn.BatchNorm1d(k))}, "batch normalization"),
+        ({"clipping": tp.Groups({"other": 1.0})}, "no prefix in clip_norms matches"),
+        (
+            {"prior_releases": [privacy.Release(privacy.Gaussian(1.0), "x")]},
+            "leaves nothing for the training: prior_releases and",
+        ),
+    ],
+    ids=["average", "rate", "width", "batch norm", "groups", "prior releases"],
+)
+def test_mistakes_are_seen_before_classes_are_paid_for(wrong, words, monkeypatch):
+    def never(*_):
+        raise AssertionError("released")
+
+    monkeypatch.setattr("torch_privacy.sklearn.classifier.find_classes", never)
+    x, y = data(n=100, seed=len(words))
+    with pytest.raises((ValueError, tp.Refused), match=words):
+        PrivateClassifier(epsilon=2.0, **wrong).fit(x, y)
+    monkeypatch.undo()
+    PrivateClassifier(epsilon=2.0, classes=[0, 1], epochs=1).fit(x, y)  # the first fit is forgotten
+
+
 def test_a_scaler_fitted_to_the_data_is_noticed():
     x, y = data()
     signs = np.sign(x[:, :1] - np.median(x[:, :1]))

@@ -32,6 +32,7 @@ from .fitting import (
     check_clipping,
     check_folder,
     check_makers,
+    check_trainable,
     new_network,
     plan_of,
     prior_of,
@@ -95,6 +96,8 @@ class PrivateEstimator(RemembersFits, BaseEstimator, ABC):
         try:
             fit.warning = self._warn_of(where, X, low, high)
             check_folder(self, fit)
+            if self._releases_of_targets:
+                check_trainable(self, plan, X, low, high)
             target = self._target(where, y, plan)
             network = new_network(self, X.shape[1], target.num_outputs)
             data = TensorDataset(rows_for(network, X, low, high), target.values)
@@ -118,6 +121,11 @@ class PrivateEstimator(RemembersFits, BaseEstimator, ABC):
             raise TypeError(f"{where}() got an unexpected keyword argument {next(iter(unsupported))!r}")
         check_makers(where, self.module, self.optimizer)
         check_clipping(where, self.clipping)
+
+    @property
+    def _releases_of_targets(self) -> bool:
+        """True if something is released of the targets before the training, so that a mistake must be seen earlier."""
+        return False
 
     @abstractmethod
     def _check_targets(self, where: str, y: Array) -> None:

@@ -39,6 +39,11 @@ def noise_and_threshold(epsilon: float, delta: float) -> tuple[float, float]:
     return noise, float(1 - noise * ndtri(failure))
 
 
+def events_of(noise: float, delta: float) -> tuple[privacy.Event, privacy.Event]:
+    """Returns what finding the classes releases, with this noise on the counts."""
+    return privacy.Gaussian(noise), privacy.KnownProfile((0.0,), (delta / SHARE_OF_DELTA,))
+
+
 def find_classes(y: Array, epsilon: float, delta: float, test_seed: int | None) -> FoundClasses:
     """Returns the classes with ``count + noise > threshold``, the noise being normal.
 
@@ -48,7 +53,6 @@ def find_classes(y: Array, epsilon: float, delta: float, test_seed: int | None) 
 
     Source: Korolova, Kenthapadi, Mishra & Ntoulas (2009), WWW, with Gaussian noise in place of Laplace noise.
     """
-    failure = delta / SHARE_OF_DELTA
     noise, threshold = noise_and_threshold(epsilon, delta)
     classes, counts = np.unique(y, return_counts=True)
     noisy = {"counts": torch.tensor(counts, dtype=torch.float64)}
@@ -56,5 +60,5 @@ def find_classes(y: Array, epsilon: float, delta: float, test_seed: int | None) 
     Noise(key).add_to(0, noisy, noise)
     found = classes[noisy["counts"].numpy() > threshold]
     digest = hashlib.sha256(repr(found.tolist()).encode()).hexdigest()
-    events = privacy.Gaussian(noise), privacy.KnownProfile((0.0,), (failure,))
-    return FoundClasses(found, threshold, noise, tuple(privacy.Release(event, digest) for event in events))
+    releases = tuple(privacy.Release(event, digest) for event in events_of(noise, delta))
+    return FoundClasses(found, threshold, noise, releases)

@@ -22,8 +22,8 @@ from ..privacy.rounding import round_up, short
 from ..support.validate import Refused, quoted
 from .arguments import naming_arguments
 from .base import PrivateEstimator
-from .classes import find_classes, noise_and_threshold
-from .fitting import NetworkPlan, Target
+from .classes import events_of, find_classes, noise_and_threshold
+from .fitting import NetworkPlan, Target, prior_of
 
 Array = NDArray[Any]
 
@@ -131,6 +131,10 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         """Returns the probability of each class, (n, classes), in the order of ``classes_``."""
         return np.exp(self.predict_log_proba(X))
 
+    @property
+    def _releases_of_targets(self) -> bool:
+        return self.classes is None
+
     def _check_targets(self, where: str, y: Array) -> None:
         check_classification_targets(y)
         classes = self.classes
@@ -173,8 +177,15 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         return Target(values, len(classes), losses, classes, releases, public, statement)
 
     def _check_findable(self, where: str, n: int, plan: NetworkPlan) -> None:
-        """Refuses to look for classes where not even two with the same number of examples would be found."""
-        _, threshold = noise_and_threshold(float(self.epsilon), plan.delta)
+        """Refuses to look for classes that cost too much, or are not found even if two have half of the examples."""
+        noise, threshold = noise_and_threshold(float(self.epsilon), plan.delta)
+        if prior := [(release.event, 1) for release in prior_of(self)]:
+            both = privacy.compose([*prior, *((event, 1) for event in events_of(noise, plan.delta))])
+            if (spent := both.epsilon_high(plan.delta)) >= self.epsilon:
+                raise Refused(
+                    f"{where}: epsilon={self.epsilon!r} leaves nothing for the training: prior_releases and finding "
+                    f"the classes cost {round_up(spent)}. Nothing was released. Raise epsilon, or give classes=[...]."
+                )
         if 2 * threshold > n:
             raise Refused(
                 f"{where}: classes=None: at epsilon={self.epsilon!r} a class needs more than about {threshold:.0f} "

@@ -227,33 +227,11 @@ def train(
     fit: Fit,
 ) -> Fitted:
     """Trains the network, notes in ``fit`` what was released, and returns copies without ties to the training."""
-    average, warning = estimator.average, fit.warning
+    warning = fit.warning
     training: PrivateTraining | None = None
     try:
         released = copy.deepcopy(network)
-        make = torch.optim.Adam if estimator.optimizer is None else estimator.optimizer
-        optimizer = make(network.parameters(), lr=estimator.learning_rate)
-        mean = None
-        if average is not None:
-            in_range(type(estimator).__name__, 0, 1, average=average, hint="It is a share of the steps.")
-            mean = MovingAverage(network, optimizer, decay=1 - 1 / max(2.0, average * plan.num_steps))
-        network.train()
-        epsilon, noise = _noise_of(estimator, plan, target)
-        training = PrivateTraining(
-            network,
-            optimizer,
-            Examples(data, assume_independent=estimator.assume_independent, budget=estimator.budget),
-            expected_batch_size=plan.batch_size,
-            num_steps=plan.num_steps,
-            clipping=Flat(float(estimator.clip_norm)) if estimator.clipping is None else estimator.clipping,
-            target_epsilon=epsilon,
-            noise_multiplier=noise,
-            delta=plan.delta,
-            performance=Performance(microbatch_size=estimator.microbatch_size),
-            prior_releases=(*prior_of(estimator), *target.releases),
-            run_folder=estimator.run_folder,
-            test_seed=estimator.test_seed,
-        )
+        training, mean = _new_training(estimator, plan, network, data, target)
         for x, y in training:
             training.step(target.losses(network(x), y))
         if estimator.run_folder is not None and mean is not None:
@@ -269,6 +247,53 @@ def train(
     released.load_state_dict((network if mean is None else mean.model).state_dict())
     spent, statement = of_all_fits(fit, spent, statement, warning)
     return Fitted(released.requires_grad_(False).eval(), spent, statement, training.step_count)
+
+
+def check_trainable(estimator: Any, plan: NetworkPlan, x: Array, low: Array, high: Array) -> None:
+    """Makes a network and a training as `train` does, and leaves them: refuses what cannot be, before any release."""
+    trial = copy.copy(estimator)
+    trial.random_state, trial.run_folder, trial.budget = copy.deepcopy(estimator.random_state), None, None
+    network = new_network(trial, x.shape[1], 2)
+    data = TensorDataset(rows_for(network, x, low, high), torch.zeros(len(x), dtype=torch.int64))
+    ((step, _),) = plan.releases
+    assert isinstance(step, privacy.SubsampledGaussian)
+    _new_training(trial, plan, network, data, Target(), step.noise_multiplier)
+
+
+def _new_training(
+    estimator: Any,
+    plan: NetworkPlan,
+    network: nn.Module,
+    data: TensorDataset,
+    target: Target,
+    noise_multiplier: float | None = None,
+) -> tuple[PrivateTraining, MovingAverage | None]:
+    """Returns a training with this noise, by default that of the target epsilon, and the average of its weights."""
+    average, mean = estimator.average, None
+    make = torch.optim.Adam if estimator.optimizer is None else estimator.optimizer
+    optimizer = make(network.parameters(), lr=estimator.learning_rate)
+    if average is not None:
+        in_range(type(estimator).__name__, 0, 1, average=average, hint="It is a share of the steps.")
+        mean = MovingAverage(network, optimizer, decay=1 - 1 / max(2.0, average * plan.num_steps))
+    network.train()
+    given = noise_multiplier is not None
+    epsilon, noise = (None, noise_multiplier) if given else _noise_of(estimator, plan, target)
+    training = PrivateTraining(
+        network,
+        optimizer,
+        Examples(data, assume_independent=estimator.assume_independent, budget=estimator.budget),
+        expected_batch_size=plan.batch_size,
+        num_steps=plan.num_steps,
+        clipping=Flat(float(estimator.clip_norm)) if estimator.clipping is None else estimator.clipping,
+        target_epsilon=epsilon,
+        noise_multiplier=noise,
+        delta=plan.delta,
+        performance=Performance(microbatch_size=estimator.microbatch_size),
+        prior_releases=(*prior_of(estimator), *target.releases),
+        run_folder=estimator.run_folder,
+        test_seed=estimator.test_seed,
+    )
+    return training, mean
 
 
 def of_all_fits(fit: Fit, spent: Spent, statement: dict[str, Any], warning: str | None) -> tuple[Spent, dict[str, Any]]:
