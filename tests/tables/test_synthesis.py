@@ -286,6 +286,14 @@ def test_owners_are_capped_and_priced_as_persons(tmp_path):
     assert not verify(tmp_path / "run").is_false
 
 
+@pytest.mark.parametrize("number", [1.5, 0, -1, True])
+def test_rows_of_a_person_are_a_whole_number_as_all_of_them_are_priced(number):
+    with pytest.raises(ValueError, match=f"synthesize: per_owner={number} must be an integer of at least 1"):
+        settings("mst", per_owner=number, unit="person")
+    with pytest.raises(ValueError, match=f"synthesize: steps={number} must be an integer of at least 1"):
+        settings("network", steps=number)
+
+
 @pytest.mark.parametrize("generator", ["mst", "network"])
 def test_a_run_that_was_settled_releases_nothing_more(tmp_path, generator):
     import torch_privacy as tp

@@ -43,6 +43,8 @@ class SynthesisSettings:
         positive(WHERE, epsilon=self.epsilon)
         strictly_between(WHERE, 0, 1, delta=self.delta, learning_share=self.learning_share)
         whole(WHERE, seed=self.seed)
+        given = {"per_owner": self.per_owner, "steps": self.steps}
+        whole(WHERE, at_least=1, **{name: value for name, value in given.items() if value is not None})
 
     @property
     def protected(self) -> str:
