@@ -348,6 +348,18 @@ def test_releases_of_other_code_are_counted_beside_those_of_a_checkpoint(tmp_pat
     assert second.get_epsilon(DELTA) == pytest.approx(priced(*history), rel=1e-9)
 
 
+def test_a_checkpoint_keeps_releases_that_opacus_does_not_know(tmp_path) -> None:
+    prior = [privacy.Release(privacy.Gaussian(5.0), "components")]
+    engine, model, optimizer, loader = made_private(prior_releases=prior, test_seed=None)
+    trained(model, optimizer, loader)
+    saved(engine, model, optimizer, tmp_path / "c.pt")
+    again, model, optimizer, loader = made_private(test_seed=None)
+    again.load_checkpoint(path=tmp_path / "c.pt", module=model, optimizer=optimizer)
+    assert again.get_epsilon(DELTA) == engine.get_epsilon(DELTA)
+    with pytest.raises(ValueError, match="history"):  # Opacus would count less
+        PRVAccountant().load_state_dict(engine.accountant.state_dict())
+
+
 def test_prior_releases_are_counted_once_and_those_with_one_fingerprint_all() -> None:
     prior = [privacy.Release(privacy.Gaussian(noise), "classes") for noise in (20.0, 30.0, 30.0)]
     engine, *_ = made_private(prior_releases=prior)

@@ -117,10 +117,17 @@ class Accountant:
         self.give([privacy.Release(event, f"opacus step {len(self._given)}")])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the history, in a form that Opacus can load; nothing of it is secret."""
+        """Returns the history; nothing of it is secret.
+
+        Opacus can load it if it knows all of the releases; else there is no ``"history"``, for which Opacus asks.
+        """
+        try:
+            history = {"history": self.history}
+        except Refused:
+            history = {}
         runs = dict(self._loaded) | {run.name: run.trainings.own_events() for run in self.runs}
         return {
-            "history": self.history,
+            **history,
             "mechanism": self._mechanism,
             "runs": {
                 name: [(privacy.event_to_dict(event), count) for event, count in events]
@@ -142,7 +149,10 @@ class Accountant:
         Raises:
             Refused: it is no state of an accountant.
         """
-        if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("history"), list | tuple):
+        kinds = {"history": list | tuple, "runs": Mapping}
+        if not isinstance(state_dict, Mapping) or not any(
+            isinstance(state_dict.get(name), kind) for name, kind in kinds.items()
+        ):
             raise Refused("PrivacyEngine: privacy_accountant_state_dict has no history. Load one that Opacus saved.")
         if "runs" not in state_dict:
             self.give(privacy.releases_from_opacus(state_dict))
