@@ -8,9 +8,9 @@
 ``ours`` is all of ``PrivateTraining``: sampling, gathering, noise, ledger. So is Opacus: its loader with Poisson
 sampling over the same data set, noise, its accountant; with rows by hooks, or ghost clipping. vmap clips and sums a
 fixed batch only. Contenders take turns at each size. A point is the median of its rounds; where batches are drawn, of
-the time per example in the rounds with 3/4 to 4/3 of the expected batch, times that batch. A point is left out if a step takes more
-than ``--limit`` seconds, or if rows and their copies would take more than 12 GiB; larger sizes are then not tried. The
-script says in words where ours crosses the line of each other contender.
+the time per example in the rounds with 3/4 to 4/3 of the expected batch, times that batch. A point is left out if a
+step takes more than ``--limit`` seconds, or if rows and their copies would take more than 12 GiB; larger sizes are then
+not tried. The script says in words where ours crosses the line of each other contender.
 """
 
 import argparse
