@@ -179,6 +179,7 @@ def test_own_training_is_audited(tmp_path, capsys, monkeypatch):
         (["adult", "--significance", "2"], "significance"),
         (["adult", "--scores", "list.json"], "adult"),
         (["ledger.jsonl", "--scores", "list.json"], "inside and outside"),
+        (["ledger.jsonl", "--scores", "list.json", "--canaries", "5", "--spend"], "Leave out --canaries, --spend"),
         (["ledger.jsonl", "--scores", "strings.json"], "inside"),
         (["ledger.jsonl", "--scores", "missing.json"], "missing.json"),
     ],
@@ -191,7 +192,7 @@ def test_mistakes_are_named_in_one_sentence(arguments, named, trained, tmp_path,
     (tmp_path / "list.json").write_text("[1, 2]")
     (tmp_path / "strings.json").write_text('{"inside": ["a"], "outside": [1]}')
     (tmp_path / "ledger.jsonl").write_bytes((trained / "ledger.jsonl").read_bytes())
-    assert run(["audit", *arguments, *QUICK, "--spend"]) == 2
+    assert run(["audit", *arguments, *([] if "--scores" in arguments else [*QUICK, "--spend"])]) == 2
     error = capsys.readouterr().err
     assert named in error
     assert "Traceback" not in error

@@ -403,7 +403,7 @@ MISTAKES = {  # arguments, with F for a table -> words of the one sentence
     "noise for an open schema": (["train", "F", "--target", "income", "--noise-multiplier", "1"], "complete schema"),
     "negative epsilon": (["train", "F", "--target", "income", "--epsilon", "-2"], "--epsilon -2.0 must be greater"),
     "delta": (["train", "F", *TRAIN, "--delta", "0.01"], "--delta 0.01 must lie in"),
-    "no units": (["train", "F", *TRAIN, "--hidden-units", "-1"], "--hidden-units -1 must be"),
+    "no units": (["train", "F", *TRAIN, "--hidden-units", "-1"], "--hidden-units -1 must be an integer of at least 0"),
     "decay": (["train", "F", *TRAIN, "--weight-decay", "101"], "--weight-decay 101.0 must lie in (0, 100]"),
     "decay of nothing": (["train", "F", *TRAIN, "--weight-decay", "1", "--hidden-units", "0"], "--hidden-units 0 has"),
     "all share": (["train", "F", *TRAIN, "--schema-share", "1"], "--schema-share 1.0 must lie in (0, 1)"),

@@ -23,6 +23,7 @@ app = typer.Typer(
     help="Differentially private deep learning with a certified epsilon.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 

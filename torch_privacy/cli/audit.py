@@ -106,16 +106,18 @@ def audit(
 
     With --loop, tests a training loop of any library from outside, on data of the audit's own.
     """
+    of_training = {"--canaries": canaries, "--score": score, "--epochs": epochs, "--spend": spend or None}
     if loop is not None:
-        options = {"RUN": run, "--canaries": canaries, "--score": score, "--delta": delta, "--epochs": epochs}
-        options["--spend"] = spend or None
-        _of_loop(loop, {**options, "--scores": scores, "--out": out}, significance, as_json)
+        others = {"RUN": run, "--delta": delta, "--scores": scores, "--out": out, **of_training}
+        _refuse_given("--loop brings data and settings of its own", others)
+        _of_loop(loop, significance, as_json)
     if run is None:
         raise ValueError("audit: name a RUN, or a loop of any library by --loop package.module:function.")
     from torch_privacy.runs.report import audit as page
 
     canaries, score, significance = canaries or "1000", score or "gradient", _given(significance, USUAL_SIGNIFICANCE)
     if scores is not None:
+        _refuse_given("--scores are of a training that was made", of_training)
         result = _of_scores(Path(run), scores, significance, delta)
         folder = out
     else:
@@ -142,13 +144,16 @@ def _given(value: float | None, usual: float) -> float:
     return usual if value is None else value
 
 
-def _of_loop(loop: str, others: dict[str, Any], significance: float | None, as_json: bool) -> NoReturn:
+def _refuse_given(why: str, options: dict[str, Any]) -> None:
+    if given := [name for name, value in options.items() if value is not None]:
+        raise ValueError(f"audit: {why}. Leave out {', '.join(given)}.")
+
+
+def _of_loop(loop: str, significance: float | None, as_json: bool) -> NoReturn:
     """Audits a loop of any library, prints the tests, and ends the command."""
     from torch_privacy import audit_loop
     from torch_privacy.cli.subjects import function_named, is_factory
 
-    if given := [name for name, value in others.items() if value is not None]:
-        raise ValueError(f"audit: --loop brings data and settings of its own. Leave out {', '.join(given)}.")
     if not is_factory(loop):
         raise ValueError(f"audit: --loop {loop!r} must be package.module:function.")
     result = audit_loop(function_named("audit", loop), significance=_given(significance, STRICT_SIGNIFICANCE))

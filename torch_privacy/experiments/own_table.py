@@ -112,6 +112,8 @@ def complete(path: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
         **chosen,
     }
     units = chosen.get("hidden_units")
+    if units is not None:
+        _check.whole("train", at_least=0, at_most=MOST_UNITS, hidden_units=units)
     widths = list(found.hidden_units) if units is None else [units] * (units != 0)
     return {**settings, "hidden_units": widths}
 
