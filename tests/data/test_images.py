@@ -119,6 +119,9 @@ PICKLES = {
     "of Python 2": python2,
     "of Python 3": lambda batch: pickle.dumps(batch, protocol=4),
     "of Python 3.14": lambda batch: pickle.dumps(batch, protocol=5),
+    "of Python 3.14, in columns": lambda batch: pickle.dumps(
+        batch | {b"data": np.asfortranarray(batch[b"data"])}, protocol=5
+    ),
     "of Python 3 for 2": lambda batch: pickle.dumps(batch, protocol=2),
 }
 

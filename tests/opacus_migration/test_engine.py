@@ -367,6 +367,12 @@ def test_prior_releases_are_counted_once_and_those_with_one_fingerprint_all() ->
     assert engine.accountant.events() == [(privacy.Gaussian(noise), 1) for noise in (20.0, 30.0, 30.0)]
 
 
+def test_releases_without_a_fingerprint_are_all_counted() -> None:
+    engine, *_ = made_private(prior_releases=[privacy.Release(privacy.Gaussian(20.0), "")])
+    made_private(engine=engine, data=engine.dataset, prior_releases=[privacy.Release(privacy.Gaussian(20.0), "")])
+    assert engine.accountant.events() == [(privacy.Gaussian(20.0), 1)] * 2
+
+
 def test_a_checkpoint_of_a_run_that_is_not_private_says_so_where_it_is_loaded(tmp_path) -> None:
     engine, model, optimizer, loader = made_private(test_seed=4)
     trained(model, optimizer, loader)

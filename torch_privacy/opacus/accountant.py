@@ -87,12 +87,14 @@ class Accountant:
         """Counts releases that were made elsewhere, once where they are given or loaded again.
 
         They are known by event, fingerprint and a mark. Histories have numbers in place of fingerprints, as other
-        histories have, too, so that the mark is a random one; else it keeps equal ones of one call apart.
+        histories have, too, so that the mark is a random one, as for a release without a fingerprint; else it keeps
+        equal ones of one call apart.
         """
         seen = Counter[tuple[privacy.Event, str]]()
         for release in releases:
             known = release.event, release.fingerprint
-            mark = uuid.uuid4().hex if release.fingerprint.startswith("opacus ") else str(seen[known])
+            is_unnamed = not release.fingerprint or release.fingerprint.startswith("opacus ")
+            mark = uuid.uuid4().hex if is_unnamed else str(seen[known])
             self._given[*known, mark] = release
             seen[known] += 1
 
