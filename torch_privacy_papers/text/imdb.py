@@ -2,9 +2,9 @@
 """Fine-tunes a public text encoder on IMDb's reviews at epsilon 1, 3 and 8; one review is one example.
 
 ``torch-privacy reproduce text-imdb`` trains in four ways: ``linear``, one dense layer on features of the frozen
-encoder, which are computed once (`features`); ``last``, the last layer of the encoder; ``lora``, low-rank adapters in
-its attention; ``full``, all of its weights. ``torch-privacy train text-imdb --method lora --epsilon 3`` trains in one
-way.
+encoder, which are computed once (`features`); ``last``, the last layer of the encoder, on what enters it, which is
+computed once, too; ``lora``, low-rank adapters in its attention; ``full``, all of its weights. ``torch-privacy train
+text-imdb --method lora --epsilon 3`` trains in one way.
 
 The first 5,000 reviews of IMDb's test part are declared public. Settings are chosen on them, and features are
 decorrelated as theirs are; no score counts them. IMDb numbers its reviews by film and in this order, so that they share
@@ -48,8 +48,8 @@ from torch_privacy.runs.rows import (
 )
 from torch_privacy.support import validate as _check
 from torch_privacy_papers.text.encoder import TextEncoder, load_encoder, padded
-from torch_privacy_papers.text.features import cache_folder, features
-from torch_privacy_papers.text.tuned import Classifier, adapted, last_layer
+from torch_privacy_papers.text.features import cache_folder, features, last_inputs
+from torch_privacy_papers.text.tuned import Classifier, LastLayer, adapted
 
 EPSILONS = 1, 3, 8
 NUM_PUBLIC = 5_000  # of the test reviews, from the first
@@ -80,7 +80,13 @@ class TextMethod:
 
     tuned: Callable[[nn.Module], nn.Module] | None  # the encoder, with what is trained not frozen; None for features
     settings: Mapping[str, Any]
+    inputs: Callable[[TextEncoder, Sequence[Tensor], int], Tensor] | None  # by tokens; None if decorrelated features
     at: Mapping[float, Mapping[str, Any]] = field(default_factory=dict)  # epsilon -> settings that differ there
+
+
+def tokens_alone(encoder: TextEncoder, texts: Sequence[Tensor], length: int) -> Tensor:
+    """Returns the last tokens of texts, which are what the encoder takes."""
+    return padded(texts, length)
 
 
 ENCODER = {  # settings of the methods that train the encoder
@@ -97,11 +103,12 @@ METHODS = {
     "linear": TextMethod(
         None,
         {"expected_batch_size": 8192, "epochs": 20, "learning_rate": 9.0, "clip_norm": 0.7},
+        None,
         at={8: {"learning_rate": 27.0}},
     ),
-    "last": TextMethod(last_layer, ENCODER),
-    "lora": TextMethod(adapted, ENCODER),
-    "full": TextMethod(nn.Module.requires_grad_, ENCODER),
+    "last": TextMethod(LastLayer, ENCODER, last_inputs),
+    "lora": TextMethod(adapted, ENCODER, tokens_alone),
+    "full": TextMethod(nn.Module.requires_grad_, ENCODER, tokens_alone),
 }
 DEFAULTS = Settings(target_epsilon=3.0, **METHODS["linear"].settings)
 
@@ -124,13 +131,15 @@ def load(settings: Settings) -> Data:
     sizes = {name: getattr(settings, name) for name in ("num_examples", "num_public", "num_test")}
     _check.whole("train", at_least=1, **{name: size for name, size in sizes.items() if size is not None})
     _check.positive("train", shrinkage=settings.shrinkage)
-    shrinkage = settings.shrinkage if METHODS[settings.method].tuned is None else None
-    return _load(settings.data, shrinkage, settings.length, *sizes.values(), settings.on_public)
+    inputs = METHODS[settings.method].inputs
+    shrinkage = settings.shrinkage if inputs is None else None
+    return _load(settings.data, inputs, shrinkage, settings.length, *sizes.values(), settings.on_public)
 
 
 @lru_cache(maxsize=2)  # rows of one method share them
 def _load(
     folder: str | None,
+    made: Callable[[TextEncoder, Sequence[Tensor], int], Tensor] | None,
     shrinkage: float | None,
     length: int,
     num_examples: int | None,
@@ -139,9 +148,10 @@ def _load(
     on_public: bool,
 ) -> Data:
     encoder, parts = load_texts(folder)
-    inputs = partial(padded, length=length)
-    if shrinkage is not None:
-        inputs = _features(encoder, encoder.tokens(parts["public"].texts[:num_public]), length, shrinkage)
+    if made is not None:
+        inputs = partial(made, encoder, length=length)
+    else:
+        inputs = _features(encoder, encoder.tokens(parts["public"].texts[:num_public]), length, shrinkage or 0.0)
     asked = [("private", slice(num_examples)), ("scored", slice(num_test))]
     if on_public:
         asked = [("public", slice(NUM_TO_LEARN)), ("public", slice(NUM_TO_LEARN, None))]
@@ -200,7 +210,7 @@ def build_task(settings: Settings) -> Task:
         device=task.gpu_if_any(),
         num_threads=1 if tuned is None else None,
         notes=(f"The features of the private reviews are in {cache_folder()}: keep them as secret as the reviews.",)
-        if tuned is None
+        if METHODS[settings.method].inputs is not tokens_alone
         else (),
     )
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides the classifier that fine-tunes an encoder, and what of the encoder is trained."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ RANK = 8  # of the adapters
 
 
 class Classifier(nn.Module):
-    """An encoder and one dense layer, of initial weights 0, on the mean state of a text's tokens.
+    """What is trained of an encoder, and one dense layer, of initial weights 0, on the mean state of a text's tokens.
 
-    Maps tokens (n, t), filled with `PAD`, to logits (n, classes).
+    Maps tokens (n, t), filled with `PAD`, to logits (n, classes); on a `LastLayer`, what it takes.
     """
 
     def __init__(self, encoder: Any, classes: int = 2):
@@ -23,18 +24,26 @@ class Classifier(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        is_token = tokens != PAD
-        states = self.encoder(tokens, attention_mask=is_token.long()).last_hidden_state
+    def forward(self, inputs: Tensor) -> Tensor:
+        is_token = (inputs != PAD) if inputs.dim() == 2 else inputs.any(2)
+        states = self.encoder(inputs, attention_mask=is_token.long()).last_hidden_state
         share = is_token / is_token.sum(1, keepdim=True)
         return self.head(torch.einsum("ntu,nt->nu", states, share))
 
 
-def last_layer(encoder: Any) -> nn.Module:
-    """Returns the encoder, in which only the last layer is trained."""
-    encoder.requires_grad_(False)
-    encoder.encoder.layer[-1].requires_grad_()
-    return encoder
+class LastLayer(nn.Module):
+    """The last layer of an encoder.
+
+    Maps what enters it, (n, t, units), with a mask of shape (n, t), to states of the same shape.
+    """
+
+    def __init__(self, encoder: Any):
+        super().__init__()
+        self.config, self.layer = encoder.config, encoder.encoder.layer[-1]
+
+    def forward(self, states: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+        found = self.layer(states.to(self.layer.output.dense.weight.dtype), attention_mask[:, None, None].bool())
+        return SimpleNamespace(last_hidden_state=found)
 
 
 def adapted(encoder: nn.Module) -> nn.Module:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses settings for ``text-imdb`` on the reviews that are declared public, which costs no privacy.
 
-``torch-privacy reproduce text-imdb-tuning`` trains the dense layer on 3,000 public reviews, with the number of steps
-and, in the mean gradient, the noise of a row of ``text-imdb``, and scores it on 2,000 others. No other review plays a
-part.
+``torch-privacy reproduce text-imdb-tuning`` trains the dense layer and the last layer of the encoder on 3,000 public
+reviews, with the number of steps and, in the mean gradient, the noise of a row of ``text-imdb``, and scores them on
+2,000 others. No other review plays a part.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from torch_privacy.experiments.study import Study
 from torch_privacy.privacy import calibrate
@@ -19,19 +20,25 @@ NUM_PRIVATE = 25_000
 TARGET = imdb.STUDY.settings()  # of the dense layer
 RATES = 3.0, 9.0, 27.0
 OTHERS = {"shrinkage": (0.3, 3.0), "clip_norm": (0.35, 1.4), "epochs": (10, 40)}  # tried at epsilon 3
+RATES_OF_LAST = 1e-3, 3e-3, 1e-2  # of the encoder's last layer, tried at epsilon 3
 
 
 @cache
-def noise_multiplier(epsilon: float, epochs: float) -> float:
-    """Returns that of batches of all public reviews, with the noise in the mean gradient of a row at epsilon."""
-    share = TARGET.expected_batch_size / NUM_PRIVATE
-    needed = calibrate(epsilon, TARGET.delta, sampling_probability=share, num_steps=num_steps(epochs))
-    return needed * imdb.NUM_TO_LEARN / TARGET.expected_batch_size
+def noise_multiplier(epsilon: float, meant: imdb.Settings) -> float:
+    """Returns that which gives the public reviews the noise in the mean gradient of a row at epsilon."""
+    share = meant.expected_batch_size / NUM_PRIVATE
+    needed = calibrate(epsilon, meant.delta, sampling_probability=share, num_steps=num_steps(meant))
+    return needed * batch_size(meant) / meant.expected_batch_size
 
 
-def num_steps(epochs: float) -> int:
+def num_steps(meant: imdb.Settings) -> int:
     """Returns the number of steps of a row."""
-    return round(epochs * NUM_PRIVATE / TARGET.expected_batch_size)
+    return round(meant.epochs * NUM_PRIVATE / meant.expected_batch_size)
+
+
+def batch_size(meant: imdb.Settings) -> int:
+    """Returns the size of the row's batches, or all public reviews if these are fewer."""
+    return min(meant.expected_batch_size, imdb.NUM_TO_LEARN)
 
 
 def rows(quick: bool) -> Sequence[TrainingRow]:
@@ -44,19 +51,23 @@ def rows(quick: bool) -> Sequence[TrainingRow]:
             for value in values
             for rate in RATES
         ),
+        *((3, {"method": "last", "learning_rate": rate}) for rate in RATES_OF_LAST),
     ]
     return [_row(*one) for one in tried[: 1 if quick else None]]
 
 
-def _row(epsilon: float, changed: dict[str, float]) -> TrainingRow:
-    meant = replace(TARGET, **changed)
+def _row(epsilon: float, changed: dict[str, Any]) -> TrainingRow:
+    meant = imdb.STUDY.settings(**changed)
     settings = {
         **changed,
-        "noise_multiplier": noise_multiplier(epsilon, meant.epochs),
-        "epochs": float(num_steps(meant.epochs)),  # each of one batch
+        "expected_batch_size": batch_size(meant),
+        "noise_multiplier": noise_multiplier(epsilon, meant),
+        "epochs": num_steps(meant) * batch_size(meant) / imdb.NUM_TO_LEARN,
     }
-    name = ", ".join(f"{setting.replace('_', ' ')} {value:g}" for setting, value in changed.items())
-    return TrainingRow(f"epsilon {epsilon:g}, {name}", settings)
+    named = {"epsilon": epsilon, **changed}
+    what = [named.pop("method")] if "method" in named else []
+    name = ", ".join([*what, *(f"{setting.replace('_', ' ')} {value:g}" for setting, value in named.items())])
+    return TrainingRow(name, settings)
 
 
 TUNING = Study(
@@ -67,6 +78,7 @@ TUNING = Study(
         "steps and the noise of a row of text-imdb at that epsilon. No other review plays a part, so the choice costs "
         "no privacy.",
     ),
-    replace(TARGET, target_epsilon=None, noise_multiplier=1.0, expected_batch_size=imdb.NUM_TO_LEARN, on_public=True),
+    replace(TARGET, target_epsilon=None, noise_multiplier=1.0, on_public=True),
     imdb.build_task,
+    settings_of_choice=imdb.settings_of_choice,
 )

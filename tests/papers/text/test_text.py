@@ -22,7 +22,7 @@ from torch_privacy_papers.text import encoder as encoders
 from torch_privacy_papers.text import features as of_texts
 from torch_privacy_papers.text import imdb, tuning
 from torch_privacy_papers.text.encoder import PAD, load_encoder, padded, shortened
-from torch_privacy_papers.text.tuned import Classifier
+from torch_privacy_papers.text.tuned import Classifier, LastLayer
 
 WORDS = "bad awful dull fine good great film plot the a it was".split()
 LENGTH = 10
@@ -196,9 +196,23 @@ def test_logits_do_not_depend_on_padding(folder):
         torch.testing.assert_close(model(short)[0], logits, atol=1e-5, rtol=1e-5)
 
 
+def test_last_layer_alone_gives_the_logits_of_the_whole_encoder(folder):
+    encoder = load_encoder()
+    whole, last = Classifier(encoder.network()).eval(), Classifier(LastLayer(encoder.network())).eval()
+    torch.nn.init.normal_(whole.head.weight)
+    last.head.load_state_dict(whole.head.state_dict())
+    texts = encoder.tokens([*reviews(9, "x").texts, "", "film " * 40])
+    states = of_texts.last_inputs(encoder, texts, LENGTH)
+    torch.testing.assert_close(last(states), whole(padded(texts, LENGTH)), atol=5e-3, rtol=5e-3)  # float16
+    assert torch.equal(of_texts.last_inputs(encoder, texts[3:4], LENGTH)[0], states[3])
+    assert sum(p.numel() for p in last.encoder.parameters()) == sum(
+        p.numel() for p in whole.encoder.encoder.layer[-1].parameters()
+    )
+
+
 TRAINED = {  # method -> what is trained, by the names of its parameters
     "linear": lambda name: True,
-    "last": lambda name: name.startswith(("encoder.encoder.layer.4.", "head.")),
+    "last": lambda name: True,
     "lora": lambda name: "lora_" in name or name.startswith("head."),
     "full": lambda name: True,
 }
