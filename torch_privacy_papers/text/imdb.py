@@ -66,6 +66,7 @@ class Settings(task.Settings):
     method: str = "linear"  # or another key of `METHODS`
     length: int = 128  # tokens of a review that go through the encoder
     shrinkage: float = 1.0  # of the features' covariance, toward a multiple of the identity
+    head_factor: float = 1.0  # on the learning rate, for the dense layer on an encoder
     average: float | None = 0.95  # decay of the weights' moving average
     microbatch_size: int = 4096
     num_examples: int | None = None  # of the private reviews, from the first; all if None
@@ -93,6 +94,7 @@ ENCODER = {  # settings of the methods that train the encoder
     "expected_batch_size": 512,
     "epochs": 1.25,
     "learning_rate": 1e-3,
+    "head_factor": 10.0,
     "average": 0.9,
     "length": 64,
     "microbatch_size": 64,
@@ -106,9 +108,9 @@ METHODS = {
         None,
         at={8: {"learning_rate": 27.0}},
     ),
-    "last": TextMethod(LastLayer, ENCODER, last_inputs),
+    "last": TextMethod(LastLayer, {**ENCODER, "expected_batch_size": 4096, "epochs": 10}, last_inputs),
     "lora": TextMethod(adapted, ENCODER, tokens_alone),
-    "full": TextMethod(nn.Module.requires_grad_, ENCODER, tokens_alone),
+    "full": TextMethod(nn.Module.requires_grad_, {**ENCODER, "learning_rate": 3e-4, "head_factor": 30}, tokens_alone),
 }
 DEFAULTS = Settings(target_epsilon=3.0, **METHODS["linear"].settings)
 
@@ -130,7 +132,7 @@ def load(settings: Settings) -> Data:
     _check.whole("train", at_least=8, length=settings.length)
     sizes = {name: getattr(settings, name) for name in ("num_examples", "num_public", "num_test")}
     _check.whole("train", at_least=1, **{name: size for name, size in sizes.items() if size is not None})
-    _check.positive("train", shrinkage=settings.shrinkage)
+    _check.positive("train", shrinkage=settings.shrinkage, head_factor=settings.head_factor)
     inputs = METHODS[settings.method].inputs
     shrinkage = settings.shrinkage if inputs is None else None
     return _load(settings.data, inputs, shrinkage, settings.length, *sizes.values(), settings.on_public)
@@ -197,7 +199,7 @@ def build_task(settings: Settings) -> Task:
     new_model = partial(new_layer, num_features) if tuned is None else lambda: Classifier(tuned(encoder.network()))
     new_optimizer = partial(task.sgd, settings.learning_rate, momentum=0.9)
     if tuned is not None:
-        new_optimizer = lambda model: torch.optim.Adam(task.trainable(model), lr=settings.learning_rate)  # noqa: E731
+        new_optimizer = partial(adam, settings)
     clipping = (tp.Flat if tuned is None else tp.Automatic)(clip_norm=settings.clip_norm)
     performance = tp.Performance(microbatch_size=settings.microbatch_size)
     return task.classification(
@@ -213,6 +215,13 @@ def build_task(settings: Settings) -> Task:
         if METHODS[settings.method].inputs is not tokens_alone
         else (),
     )
+
+
+def adam(settings: Settings, model: Any) -> torch.optim.Optimizer:
+    """Returns Adam for what is trained of the encoder, and for the dense layer at a rate of its own."""
+    rate, head = settings.learning_rate, [*model.head.parameters()]
+    encoder = [p for p in model.encoder.parameters() if p.requires_grad]
+    return torch.optim.Adam([{"params": encoder}, {"params": head, "lr": settings.head_factor * rate}], lr=rate)
 
 
 def rows(quick: bool) -> Sequence[Row]:

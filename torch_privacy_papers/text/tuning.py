@@ -20,7 +20,7 @@ NUM_PRIVATE = 25_000
 TARGET = imdb.STUDY.settings()  # of the dense layer
 RATES = 3.0, 9.0, 27.0
 OTHERS = {"shrinkage": (0.3, 3.0), "clip_norm": (0.35, 1.4), "epochs": (10, 40)}  # tried at epsilon 3
-RATES_OF_LAST = 1e-3, 3e-3, 1e-2  # of the encoder's last layer, tried at epsilon 3
+OF_LAST = {1e-3: 10.0, 3e-4: 30.0, 3e-3: 3.0}  # learning rate -> head factor, tried at epsilon 3
 
 
 @cache
@@ -51,7 +51,7 @@ def rows(quick: bool) -> Sequence[TrainingRow]:
             for value in values
             for rate in RATES
         ),
-        *((3, {"method": "last", "learning_rate": rate}) for rate in RATES_OF_LAST),
+        *((3, {"method": "last", "learning_rate": rate, "head_factor": factor}) for rate, factor in OF_LAST.items()),
     ]
     return [_row(*one) for one in tried[: 1 if quick else None]]
 

@@ -4,6 +4,7 @@
 import json
 import sys
 from dataclasses import replace
+from fnmatch import fnmatch
 
 import pytest
 import safetensors.torch
@@ -270,11 +271,16 @@ def test_train_refuses_methods_where_there_are_none(arguments, message, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_tuning_has_the_steps_and_the_noise_of_the_row_it_is_for():
-    chosen = imdb.STUDY.settings()
-    (row,) = (row for row in tuning.rows(False) if row.name == f"epsilon 3, learning rate {chosen.learning_rate:g}")
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [("linear", "epsilon 3, learning rate {:g}"), ("last", "last, epsilon 3, learning rate {:g}, *")],
+)
+def test_tuning_has_the_steps_and_the_noise_of_the_row_it_is_for(method, name):
+    chosen = imdb.STUDY.settings(method=method)
+    (row,) = (row for row in tuning.rows(False) if fnmatch(row.name, name.format(chosen.learning_rate)))
     settings = tuning.TUNING.settings(**row.settings)
     assert settings.on_public
+    assert (settings.method, settings.learning_rate) == (method, chosen.learning_rate)
     assert settings.expected_batch_size == imdb.NUM_TO_LEARN
     steps = chosen.epochs * 25_000 / chosen.expected_batch_size
     assert settings.epochs == pytest.approx(steps, abs=0.5)
