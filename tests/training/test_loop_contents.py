@@ -3,6 +3,7 @@
 
 import functools
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ import torch
 from torch_privacy.support.contents import same
 from torch_privacy.training import loop_contents
 from torch_privacy.training.loop_contents import Exchange, content_of, other_content
+from torch_privacy.training.loop_rows import MOST_BYTES_OFTEN, OtherRows
 from torch_privacy.training.loop_variables import ENTRY, ITEM, Variable
 
 
@@ -84,6 +86,19 @@ def test_a_default_argument_has_other_numbers_for_one_run(size, monkeypatch):
     with exchange.exchanging():
         assert not torch.equal(value, torch.arange(size))
     assert torch.equal(value, torch.arange(size))
+
+
+@pytest.mark.parametrize("often", [True, False])
+def test_rows_that_are_too_many_to_be_exchanged_are_not_copied(often):
+    rows, labels = torch.zeros(MOST_BYTES_OFTEN // 4 + 1), torch.zeros(4)
+    variable = Variable("", "data", "data", ENTRY, {"data": (rows, labels)}, "data")
+    others = OtherRows(SimpleNamespace(rows_of_others=list), often=often)
+    exchange = Exchange([(variable, others)], [])
+    exchange.enter()
+    for part in (rows, labels):
+        part += 1
+    exchange.settle()
+    assert (rows[0], labels[0]) == (1 if often else 0, 0)
 
 
 def test_a_variable_has_its_earlier_content_for_one_run_in_another_object():

@@ -104,6 +104,10 @@ class Replacement:
         """Returns the other content, or MISSING."""
         raise NotImplementedError
 
+    def not_put_back(self, part: Any) -> Any:
+        """Returns the content of a part that is not put back after the run, or MISSING."""
+        return _not_put_back(part)
+
 
 def rebuilt(container: Any, keys: list[Any] | None, values: list[Any]) -> Any:
     """Returns a container of the same type with other values; the container itself if it has a type of its own."""
@@ -228,7 +232,9 @@ class Exchange:
     def enter(self) -> None:
         """Exchanges the contents."""
         self.settle()
-        self._saved = [(v, Saved(v.read(), _not_put_back)) for v in [*self._kept, *(v for v, _ in self._others)]]
+        for variable, old in [*((v, None) for v in self._kept), *self._others]:
+            otherwise = old.not_put_back if isinstance(old, Replacement) else _not_put_back
+            self._saved.append((variable, Saved(variable.read(), otherwise)))
         for variable, old in self._others:
             value = variable.read()
             other = other_content(value, old)

@@ -71,6 +71,11 @@ class OtherRows(Replacement):
         """Returns the value with other rows in place of those of other examples."""
         return self._exchanged(value, Visits())
 
+    def not_put_back(self, part: Any) -> Any:
+        """Returns parts of which no rows are exchanged, because there are too many, as they are."""
+        is_large = isinstance(part, (Tensor, np.ndarray)) and num_bytes(part) > self._most
+        return part if is_large else super().not_put_back(part)
+
     def _exchanged(self, value: Any, visits: Visits) -> Any:
         if not isinstance(value, Collection) or isinstance(value, (str, bytes)) or getattr(value, "ndim", 1) == 0:
             return MISSING
