@@ -127,6 +127,11 @@ def test_search_of_settings_is_refused(tmp_path):
         trainer_of(tmp_path, bert(), encoded()).hyperparameter_search()
 
 
+def test_clipping_by_none_is_none(tmp_path):
+    args = arguments(tmp_path, max_grad_norm=None)
+    PrivateTrainer(bert(), args, train_dataset=encoded(), privacy={"clipping": tp.Flat(1.0)})
+
+
 def test_default_clipping_is_switched_off_in_a_copy(tmp_path):
     args = arguments(tmp_path)
     trainer = PrivateTrainer(bert(), args, train_dataset=encoded(), privacy={"clipping": tp.Flat(1.0)})

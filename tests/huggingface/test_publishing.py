@@ -7,7 +7,8 @@ import re
 
 import pytest
 import torch
-from hugging import PRIVACY, arguments, bert, encoded, gpt2, tokenizer, trainer_of
+from hugging import PRIVACY, arguments, bert, encoded, gpt2, tokenizer, trainer_of, without_reports
+from torch.utils.data import Subset
 from transformers import DataCollatorWithPadding, TrainerCallback, TrainingArguments
 
 import torch_privacy as tp
@@ -57,6 +58,35 @@ def test_trackers_and_saved_states_get_epsilon_and_no_exact_numbers(tmp_path):
         assert not any(repr(loss) in text for loss in losses)
         assert "not_private" not in text
         assert (json.loads(text)["total_flos"], json.loads(text)["num_input_tokens_seen"]) == (0, 0)
+
+
+def test_scores_on_training_data_reach_no_tracker_and_no_file(tmp_path):
+    one, trained, others = tracker(), encoded(), encoded(count=80)[60:]
+    trainer = trainer_of(
+        tmp_path / "out",
+        bert(),
+        trained,
+        padding(),
+        {"test_seed": None, "run_folder": tmp_path / "run"},
+        callbacks=[one],
+        eval_dataset={"trained": trained, "others": others},
+        compute_metrics=lambda prediction: {"mean": float(prediction.predictions.mean())},
+        eval_strategy="steps",
+        eval_steps=1,
+        max_steps=1,
+    )
+    with without_reports():
+        trainer.train()
+        scores = trainer.evaluate()
+        trainer.save_metrics("eval", scores | trainer.predict(Subset(trained, range(5))).metrics)
+    trainer.save_state()
+    assert {"eval_trained_mean_not_private", "eval_trained_loss_not_private", "eval_others_mean"} <= scores.keys()
+    logged = {name for logs in one.logs for name in logs}
+    kept = {path.name: path.read_text() for path in (tmp_path / "out").glob("*.json")}
+    assert {"eval_results.json", "trainer_state.json"} <= kept.keys()
+    for text in ("".join(logged), *kept.values(), (tmp_path / "run" / "results.json").read_text()):
+        assert "eval_others_mean" in text
+        assert not re.search("(trained|test)_(mean|loss)", text)
 
 
 class Shrinking(TrainerCallback):

@@ -164,7 +164,7 @@ def _is_fsdp_1(args: Any) -> bool:
 
 def _clips(args: Any) -> bool:
     default = next(f.default for f in fields(TrainingArguments) if f.name == "max_grad_norm")
-    return args.max_grad_norm > 0 and args.max_grad_norm != default
+    return (args.max_grad_norm or 0) > 0 and args.max_grad_norm != default
 
 
 LAYERWISE = ("lomo", "adalomo", "layerwise")

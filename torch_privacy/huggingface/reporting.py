@@ -25,7 +25,8 @@ from .publishing import TAG, add_to_card, public_logs, sends_away, without_exact
 
 WHERE = "PrivateTrainer"
 STATEMENT = "privacy.json"
-LOSS = "train_loss_not_private"
+EXACT_SCORE = "_not_private"  # end of the names of what is computed on training data
+LOSS = f"train_loss{EXACT_SCORE}"
 CHOICE = (
     "the choice among checkpoints or the number of steps by scores on eval_dataset, unless eval_dataset holds none of "
     "the private examples"
@@ -33,7 +34,8 @@ CHOICE = (
 
 
 def _is_score(name: str, value: Any) -> bool:
-    return isinstance(value, int | float) and not name.endswith(("runtime", "per_second", "preparation_time"))
+    times = ("runtime", "per_second", "preparation_time")
+    return isinstance(value, int | float) and not name.endswith((*times, EXACT_SCORE))
 
 
 @contextmanager
@@ -52,6 +54,7 @@ class TrainerReporting(Trainer):
     _privacy: dict[str, Any]
     _secrets: Secrets
     _scores: dict[str, float]  # of the latest evaluation
+    _compared: dict[Any, tuple[Any, bool]]  # data sets of evaluations, and whether they hold training data
 
     def privacy_statement(self) -> dict[str, Any]:
         """Returns ``training.statement()``, with what choices by evaluation leave uncovered."""
@@ -97,6 +100,25 @@ class TrainerReporting(Trainer):
         if not self.is_in_train:
             self._write_run(self._scores)
         return metrics
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **named: Any) -> Any:
+        """Evaluates as ``Trainer`` does; scores on examples of the training data say that they are not private."""
+        output = super().evaluation_loop(dataloader, *args, **named)
+        if not self._is_of_training(dataloader.dataset):
+            return output
+        metrics = {
+            name if name.endswith("time") else f"{name}{EXACT_SCORE}": x for name, x in (output.metrics or {}).items()
+        }
+        return output._replace(metrics=metrics)
+
+    def _is_of_training(self, evaluated: Any) -> bool:
+        """True if a data set shares examples with that of the training; compared once."""
+        trained: Any = self.train_dataset
+        key = getattr(evaluated, "_fingerprint", id(evaluated)), id(trained)
+        if key not in self._compared:
+            shares = trained is not None and share_examples(evaluated, trained)
+            self._compared[key] = evaluated, shares
+        return self._compared[key][1]
 
     def _write_run(self, scores: Mapping[str, float]) -> None:
         if self.training is not None and self._privacy.get("run_folder") is not None and self.training.step_count:

@@ -70,7 +70,7 @@ class PrivateTrainer(TrainerReporting):
           called ``not_private/epsilon`` if it does not hold. No exact
           statistic of the training data reaches an integration of transformers (Weights & Biases, MLflow, ...), a
           checkpoint or the files of ``save_metrics``, which may be uploaded. ``train()`` returns it under
-          that name alone.
+          that name alone. Scores on examples of ``train_dataset`` have names that end in ``_not_private``, too.
         - The model card says what the privacy statement says.
 
     Raises:
@@ -97,6 +97,7 @@ class PrivateTrainer(TrainerReporting):
         self._steps: Generator[Iterator[Any], None, None] | None = None
         self._hooks: list[RemovableHandle] = []
         self._scores: dict[str, float] = {}  # of the latest evaluation
+        self._compared: dict[Any, tuple[Any, bool]] = {}
         given = inspect.signature(Trainer.__init__).bind_partial(self, model, args, *others, **named)
         examples = given.arguments.get("train_dataset")
         self._examples = checked_examples(examples) if isinstance(examples, Examples) else None
