@@ -21,6 +21,11 @@ class OwnLoss(PrivateTrainer):
         return model(**inputs).loss
 
 
+class Drawing(PrivateTrainer):
+    def _get_train_sampler(self, *_):
+        return torch.utils.data.WeightedRandomSampler([1.0], 60)
+
+
 class Endless(torch.utils.data.IterableDataset):
     def __iter__(self):
         yield from encoded()
@@ -74,6 +79,7 @@ def test_packing_is_refused(tmp_path):
 PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "joined rows": ({"collator": DataCollatorWithFlattening()}, "joins all examples of a batch in one row"),
     "iterable data": ({"data": Endless()}, "train_dataset is iterable"),
+    "own sampler": ({"kind": Drawing}, "Drawing._get_train_sampler would not be used in training: batches are Poisson"),
     "own loss of a batch": ({"kind": OwnLoss}, "OwnLoss.compute_loss would not be used in training: override losses"),
 }
 

@@ -219,6 +219,14 @@ def test_training_that_cannot_go_on_exactly_is_refused(case, tmp_path, monkeypat
 
 
 @pytest.mark.thorough
+def test_another_optimizer_is_refused_before_a_step(tmp_path, stopped):
+    stopped(tmp_path)
+    trainer = trainer_in(tmp_path, max_steps=6, optim="sgd")
+    with pytest.raises(tp.Refused, match=r"state of another optimizer, without dampening, momentum.* of SGD"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.thorough
 def test_new_training_in_the_folder_of_another_is_refused(tmp_path, stopped):
     stopped(tmp_path)
     with pytest.raises(tp.Refused, match="resume_from_checkpoint=True"):

@@ -125,7 +125,8 @@ def check_parts(
     """Refuses data that cannot be sampled, collators that pack, and losses that would be left out."""
     if compute_loss_func is not None:
         raise Refused(f"{WHERE}: compute_loss_func combines the examples of a batch and would not be used: {UNLESS}.")
-    for name in ("compute_loss", "get_train_dataloader", "_get_num_items_in_batch"):
+    drawing = "get_train_dataloader", "_get_train_sampler", "get_batch_samples", "_get_num_items_in_batch"
+    for name in ("compute_loss", *drawing):
         if getattr(trainer, name) is not getattr(base, name):
             of_loss = name == "compute_loss" and trainer.losses is not base.losses
             if not of_loss:

@@ -162,6 +162,13 @@ class TrainerReporting(Trainer):
         is_start = checkpoint is not None and not saved_step(Path(checkpoint))
         with _as_new(self._inner_optimizer()) if is_start else nullcontext():
             super()._load_optimizer_and_scheduler(checkpoint)
+        optimizer = self._inner_optimizer()
+        lacking = sorted({name for group in optimizer.param_groups for name in optimizer.defaults if name not in group})
+        if checkpoint is not None and lacking:
+            raise Refused(
+                f"{WHERE}: {checkpoint!r} has the state of another optimizer, without {', '.join(lacking)} of "
+                f"{type(optimizer).__name__}. Resume the training with the optimizer (optim=) that it began with."
+            )
 
     def _inner_optimizer(self) -> Optimizer:
         """Returns the optimizer without Accelerate's wrapper, which may skip steps."""
