@@ -160,6 +160,35 @@ def test_declared_run_is_not_withdrawn_for_outcomes_of_another(budget):
     assert budget.spent().high == privacy.compose([(Gaussian(5.0), 2)]).epsilon_high(1e-6)
 
 
+def test_run_that_has_released_has_begun_also_where_that_was_not_noted(budget):
+    run = budget.reserve([(Gaussian(5.0), 4)], "a run without begin")
+    with pytest.raises(Refused, match="give the reason"):  # outcomes may have decided when it ends
+        run.settle([(Gaussian(5.0), 1)])
+    assert budget.state.is_open
+    run.settle()
+    assert not budget.state.is_open
+    budget.reserve([(Gaussian(5.0), 1)], "may be chosen from outcomes")
+    assert budget.state.runs[1].share is not None
+
+
+def test_run_that_goes_on_is_not_settled_for_less(tmp_path, budget):
+    path = tmp_path / "ledger.jsonl"
+    reserved = budget.reserve([(Gaussian(5.0), 4)], "a run", run="one", ledger=path)
+    ledger = privacy.Ledger(path, run="one")
+    ledger.record(Gaussian(5.0), 0, "a")
+
+    def settle():
+        budget.settle_from("one", privacy.Ledger.read(path), reason="power failure")
+
+    assert code_of(forked(settle)) == 3
+    assert budget.state.runs[0].settled is None
+    settle()  # in the same process: what is settled cannot go on
+    with pytest.raises(Refused, match="takes no further release"):
+        ledger.record(Gaussian(5.0), 1, "b")
+    with pytest.raises(Refused, match="is settled"):
+        reserved.begin()
+
+
 def test_settled_later_run_gives_back_its_share(budget):
     budget.reserve([(Gaussian(9.0), 1)], "first").begin()
     run = budget.reserve([(Gaussian(9.0), 4)], "later")

@@ -280,8 +280,14 @@ class DataBudget(Budget):
             fingerprints: of the run's own releases, by which `unknown` knows them. No two releases may share one.
 
         Raises:
-            Refused: there is no such run, it is settled, has released more than reserved, or less without a reason.
+            Refused: there is no such run, it is settled, has released more than reserved, or less without a reason; it
+                gives something back while another process writes its ledger. A run of this process cannot go on.
         """
+        self._settle(run, releases, reason, fingerprints, ends_writer=releases is not None)
+
+    def _settle(
+        self, run: str, releases: Releases | None, reason: str, fingerprints: Iterable[str], *, ends_writer: bool
+    ) -> None:
         with self._locked() as (file, state):
             known = self._known(state, run)
             if known.settled is not None:
@@ -289,13 +295,16 @@ class DataBudget(Budget):
             made = known.reserved if releases is None else self._checked(releases)
             if not includes(known.reserved, made):
                 raise Refused(f"Budget: run {run} has released {made!r:.300}, more than {known.reserved!r:.300}.")
-            is_free = not known.has_begun and (known.share is not None or state.is_open)  # nothing depends on outcomes
+            is_new = not known.has_begun and not made
+            is_free = is_new and (known.share is not None or state.is_open)  # nothing depends on outcomes
             if not includes(made, known.reserved) and not is_free and not reason.strip():
                 raise Refused(
                     f"Budget: run {run} has reserved more than it has released. If it ended for a reason that is "
                     "independent of the data, give the reason (reason=, --reason); else settle the whole reservation: "
                     "leave releases (--ledger) out."
                 )
+            if ends_writer and known.ledger is not None and os.path.lexists(known.ledger):
+                LedgerFile(known.ledger).lose("its run was settled")
             line = {"settle": run, "releases": releases_to_json(made), "reason": reason, "date": now()}
             share = None if known.share is None else min(known.share, state.filter.share(made))
             append(file, {**line, "share": share, "fingerprints": list(fingerprints)})
@@ -395,4 +404,4 @@ class Reservation:
     def settle(self, releases: Releases | None = None, *, reason: str = "", fingerprints: Iterable[str] = ()) -> None:
         """Ends the run; see `DataBudget.settle`."""
         if self.run:
-            self.budget.settle(self.run, releases, reason=reason, fingerprints=fingerprints)
+            self.budget._settle(self.run, releases, reason, fingerprints, ends_writer=False)

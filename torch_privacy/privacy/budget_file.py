@@ -217,8 +217,10 @@ def _take(state: BudgetState, line: Line) -> None:
         raise ValueError(f"run {run.run!r} was settled before")
     changed = {"has_begun": True}
     if kind == "settle":
+        made = _releases(line["releases"])
         changed = {
-            "settled": _releases(line["releases"]),
+            "has_begun": run.has_begun or bool(made),  # what has released something has begun, noted or not
+            "settled": made,
             "share": line["share"],
             "reason": line["reason"],
             "fingerprints": tuple(line["fingerprints"]),
