@@ -107,7 +107,8 @@ class TrainerReporting(Trainer):
         if not self._is_of_training(dataloader.dataset):
             return output
         metrics = {
-            name if name.endswith("time") else f"{name}{EXACT_SCORE}": x for name, x in (output.metrics or {}).items()
+            name if name.endswith("model_preparation_time") else f"{name}{EXACT_SCORE}": x
+            for name, x in (output.metrics or {}).items()
         }
         return output._replace(metrics=metrics)
 
