@@ -26,13 +26,15 @@ import torch_privacy as tp
 
 NETWORKS = ["adult", "mnist_cnn", "gpt", "bilstm_imdb"]
 STEPS = 1000  # of the run for which the share is computed
+ROWS = 30_000  # of the data set, at least: rehearsals look at what it holds
 FIRST = 3  # steps that are rehearsed in full
 
 
 def training_of(problem: Problem, steps: int, seed: int, reason: str | None = None) -> tp.PrivateTraining:
     """Returns a complete training; batches have the problem's size on average."""
     model, x, y = problem
-    data = TensorDataset(torch.cat([x] * 4), torch.cat([y] * 4))
+    copies = -(-ROWS // len(x))
+    data = TensorDataset(torch.cat([x] * copies), torch.cat([y] * copies))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     return tp.PrivateTraining(
         model,
