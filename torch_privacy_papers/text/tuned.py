@@ -13,9 +13,9 @@ RANK = 8  # of the adapters
 
 
 class Classifier(nn.Module):
-    """What is trained of an encoder, and one dense layer, of initial weights 0, on the mean state of a text's tokens.
+    """Classifies texts by one dense layer, of initial weights 0, on the mean state of their tokens.
 
-    Maps tokens (n, t), filled with `PAD`, to logits (n, classes); on a `LastLayer`, what it takes.
+    Maps what the encoder takes to logits (n, classes): tokens (n, t), filled with `PAD`, or the states of `LastLayer`.
     """
 
     def __init__(self, encoder: Any, classes: int = 2):
@@ -32,9 +32,9 @@ class Classifier(nn.Module):
 
 
 class LastLayer(nn.Module):
-    """The last layer of an encoder.
+    """Maps the states that enter an encoder's last layer, (n, t, units), to those that leave it, of the same shape.
 
-    Maps what enters it, (n, t, units), with a mask of shape (n, t), to states of the same shape.
+    The mask has shape (n, t).
     """
 
     def __init__(self, encoder: Any):
