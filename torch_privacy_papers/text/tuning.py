@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from torch_privacy.experiments.study import Study
+from torch_privacy.experiments.task import Settings
 from torch_privacy.privacy import calibrate
 from torch_privacy.runs.rows import ACCURACY_COLUMN, SCORE, TrainingRow
 from torch_privacy_papers.text import imdb
@@ -24,19 +25,19 @@ OF_LAST = {1e-3: 10.0, 3e-4: 30.0, 3e-3: 3.0}  # learning rate -> head factor, t
 
 
 @cache
-def noise_multiplier(epsilon: float, meant: imdb.Settings) -> float:
+def noise_multiplier(epsilon: float, meant: Settings) -> float:
     """Returns that which gives the public reviews the noise in the mean gradient of a row at epsilon."""
     share = meant.expected_batch_size / NUM_PRIVATE
     needed = calibrate(epsilon, meant.delta, sampling_probability=share, num_steps=num_steps(meant))
     return needed * batch_size(meant) / meant.expected_batch_size
 
 
-def num_steps(meant: imdb.Settings) -> int:
+def num_steps(meant: Settings) -> int:
     """Returns the number of steps of a row."""
     return round(meant.epochs * NUM_PRIVATE / meant.expected_batch_size)
 
 
-def batch_size(meant: imdb.Settings) -> int:
+def batch_size(meant: Settings) -> int:
     """Returns the size of the row's batches, or all public reviews if these are fewer."""
     return min(meant.expected_batch_size, imdb.NUM_TO_LEARN)
 
