@@ -81,7 +81,7 @@ class TextMethod:
 
     tuned: Callable[[nn.Module], nn.Module] | None  # the encoder, with what is trained not frozen; None for features
     settings: Mapping[str, Any]
-    inputs: Callable[[TextEncoder, Sequence[Tensor], int], Tensor] | None  # by tokens; None if decorrelated features
+    inputs: Callable[..., Tensor] | None  # encoder, tokens and length -> inputs; None for decorrelated features
     at: Mapping[float, Mapping[str, Any]] = field(default_factory=dict)  # epsilon -> settings that differ there
 
 
@@ -141,7 +141,7 @@ def load(settings: Settings) -> Data:
 @lru_cache(maxsize=2)  # rows of one method share them
 def _load(
     folder: str | None,
-    made: Callable[[TextEncoder, Sequence[Tensor], int], Tensor] | None,
+    made: Callable[..., Tensor] | None,
     shrinkage: float | None,
     length: int,
     num_examples: int | None,
@@ -150,10 +150,10 @@ def _load(
     on_public: bool,
 ) -> Data:
     encoder, parts = load_texts(folder)
-    if made is not None:
-        inputs = partial(made, encoder, length=length)
-    else:
+    if made is None:
         inputs = _features(encoder, encoder.tokens(parts["public"].texts[:num_public]), length, shrinkage or 0.0)
+    else:
+        inputs = partial(made, encoder, length=length)
     asked = [("private", slice(num_examples)), ("scored", slice(num_test))]
     if on_public:
         asked = [("public", slice(NUM_TO_LEARN)), ("public", slice(NUM_TO_LEARN, None))]
