@@ -33,6 +33,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -889,7 +890,8 @@ def with_group_norm(module: nn.Module) -> nn.Module:
     """Replaces every batch normalization, as the refusal recommends."""
     for name, child in module.named_children():
         if isinstance(child, nn.modules.batchnorm._BatchNorm):
-            setattr(module, name, nn.GroupNorm(math.gcd(2, child.num_features), child.num_features))
+            norm = nn.GroupNorm(math.gcd(2, child.num_features), child.num_features)
+            setattr(module, name, nn.Sequential(norm, child.act) if hasattr(child, "act") else norm)  # of timm
         else:
             with_group_norm(child)
     return module
@@ -1215,6 +1217,50 @@ UNSUPPORTED = {  # or coupled only on some data
 ROUGH = {"CvT": "torch's own backward of one example through batch normalization in eval mode is wrong"}
 
 
+SMALL = re.compile("nano|atto|femto|pico|tiny|test|small|mini|micro|_xxs|_xs|_t|_s|_0|18|b0|050")
+SHORTER = {"depth": 2, "embed_dim": 48, "num_heads": 3}, {"depth": 2, "embed_dim": 48}, {"depths": (1,) * 4}, {}
+NO_BACKWARD_TWICE = {"efficientformer", "efficientformer_v2", "efficientvit_msra", "levit", "tiny_vit"}  # in eval mode
+TIMM_COUPLED = {"csatv2": "its attention over the places of one channel is a product over the examples (timm 1.0.31)"}
+
+
+def timm_zoo() -> list[Entry]:
+    """Returns a small model of each family of timm, with group norm in place of batch norm."""
+    timm = importlib.import_module("timm")
+    families: dict[str, list[str]] = {}
+    for name in timm.list_models():
+        families.setdefault(timm.models.model_entrypoint(name).__module__.rsplit(".", 1)[1], []).append(name)
+    return [
+        Entry(f"timm {family}", of_timm(names), TIMM_COUPLED.get(family, ""), trains=family in NO_BACKWARD_TWICE)
+        for family, names in sorted(families.items())
+    ]
+
+
+def of_timm(names: list[str]) -> Callable[[Sizes], Problem]:
+    """Returns a maker of the smallest of these models, as short and narrow as it can be made, for the least images."""
+
+    def make(s: Sizes) -> Problem:
+        timm = importlib.import_module("timm")
+        small = [name for name in names if SMALL.search(name)] or names
+        with torch.device("meta"):
+            name = min(small, key=lambda name: sum(p.numel() for p in timm.create_model(name).parameters()))
+        for size, options in product((64, 96, 128, 224, 256), SHORTER):
+            for sized in {"img_size": size}, {}:
+                try:
+                    model = timm.create_model(name, num_classes=CLASSES, **options, **sized)
+                    assert model(torch.randn(2, 3, size, size)).shape == (2, CLASSES)
+                except (TypeError, ValueError, RuntimeError, StopIteration, AssertionError):
+                    continue
+                s.drawn |= {"model": name, "size": size, **options}
+                return Problem(with_group_norm(model), images(size), of_images)
+        raise ValueError(f"{name} takes no images of at most 256 pixels")
+
+    return make
+
+
+def of_images(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["pixel_values"]), batch["labels"], reduction="none")
+
+
 def zoo() -> list[Entry]:
     makers: dict[str, Callable[[Sizes], Problem]] = {}
     makers |= {name: decoder(*entry) for name, entry in DECODERS.items()}
@@ -1498,6 +1544,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression for the names, case-insensitive")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="that many, from --seed on")
+    parser.add_argument("--timm", action="store_true", help="families of timm")
     parser.add_argument("--limit", type=int, default=60, help="seconds for one model")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trace", action="store_true", help="where exceptions came from")
@@ -1505,7 +1552,9 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     importlib.import_module("transformers").logging.set_verbosity_error()
-    entries = [entry for entry in zoo() if re.search(chosen.only, entry.name, re.IGNORECASE)]
+    entries = [
+        entry for entry in (timm_zoo() if chosen.timm else zoo()) if re.search(chosen.only, entry.name, re.IGNORECASE)
+    ]
     results: list[Result] = []
     for seed in range(chosen.seed, chosen.seed + chosen.seeds):
         print(f"seed {seed}, {len(entries)} models, {tp.__file__}", flush=True)
