@@ -460,7 +460,7 @@ DECODERS: dict[str, tuple[str, Callable[[Sizes], Options]]] = {
     "GPT-OSS": ("GptOss", gpt_oss_like),
     "MiniMax": ("MiniMax", minimax_like),
     "LFM2": ("Lfm2", lambda s: {**llama_like(s), **two_kinds("conv"), "block_auto_adjust_ff_dim": False}),
-    "DiffLlama": ("DiffLlama", lambda s: {**llama_like(s), "head_dim": s.head}),
+    "DiffLlama": ("DiffLlama", lambda s: {**llama_like(s), "num_key_value_heads": s.heads, "head_dim": s.head}),
     "BitNet": ("BitNet", llama_like),
     "RWKV": ("Rwkv", rwkv_like),
 }
@@ -1213,6 +1213,8 @@ UNSUPPORTED = {  # or coupled only on some data
     "LoHa on Llama": "a custom autograd.Function of parameters",
     "SEW-D": "dropout of a parameter by a custom autograd.Function",
     "Reformer": "reversible layers: a custom autograd.Function",
+    "XLNet": "classes are read from the last place, which is padding as far as the longest text",
+    "ProphetNet": "losses depend on the padding, and so on the longest text",
 }
 ROUGH = {"CvT": "torch's own backward of one example through batch normalization in eval mode is wrong"}
 
