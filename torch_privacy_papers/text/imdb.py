@@ -108,7 +108,7 @@ METHODS = {
         None,
         at={8: {"learning_rate": 27.0}},
     ),
-    "last": TextMethod(LastLayer, {**ENCODER, "expected_batch_size": 4096, "epochs": 10}, last_inputs),
+    "last": TextMethod(LastLayer, {**ENCODER, "expected_batch_size": 2048, "epochs": 5}, last_inputs),
     "lora": TextMethod(adapted, ENCODER, tokens_alone),
     "full": TextMethod(nn.Module.requires_grad_, {**ENCODER, "learning_rate": 3e-4, "head_factor": 30}, tokens_alone),
 }

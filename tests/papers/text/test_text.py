@@ -281,10 +281,11 @@ def test_tuning_has_the_steps_and_the_noise_of_the_row_it_is_for(method, name):
     settings = tuning.TUNING.settings(**row.settings)
     assert settings.on_public
     assert (settings.method, settings.learning_rate) == (method, chosen.learning_rate)
-    assert settings.expected_batch_size == imdb.NUM_TO_LEARN
+    batch = min(chosen.expected_batch_size, imdb.NUM_TO_LEARN)
+    assert settings.expected_batch_size == batch
     steps = chosen.epochs * 25_000 / chosen.expected_batch_size
-    assert settings.epochs == pytest.approx(steps, abs=0.5)
-    found = compose_steps(settings.noise_multiplier * chosen.expected_batch_size / 3_000, chosen, round(steps))
+    assert settings.epochs * imdb.NUM_TO_LEARN / batch == pytest.approx(steps, abs=0.5)
+    found = compose_steps(settings.noise_multiplier * chosen.expected_batch_size / batch, chosen, round(steps))
     assert 2.9 < found <= 3
 
 
