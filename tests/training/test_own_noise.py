@@ -351,6 +351,20 @@ def test_noise_priced_for_a_change_of_one_number_is_refused_where_many_change(sc
     assert own(OfOneNumber(scale, 0.5), model=bias, optimizer=torch.optim.SGD(bias[1].parameters(), lr=0.1))
 
 
+def test_noise_priced_for_one_number_is_refused_where_more_are_unfrozen_later():
+    def scaled(model, x, y):
+        return cross_entropy(lambda x: model.scale * model(x), x, y)
+
+    model = network().requires_grad_(False)
+    model.register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
+    training = own(OfOneNumber(0.5, 0.5), model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    train(training, steps=2, losses=scaled)
+    model.requires_grad_()
+    with pytest.raises(tp.Refused, match=r"changes all numbers of the sums equally, the noise has a delta of at least"):
+        train(training, losses=scaled)
+    assert training.step_count == len(training.ledger) == 2
+
+
 def test_an_event_for_rarer_sampling_is_refused():
     with pytest.raises(tp.Refused, match=r"examples join a step with probability 0\.2"):
         own(returning(lambda q, unit: Laplace(1.0, 0.5).event(q / 2, unit)))

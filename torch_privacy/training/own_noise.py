@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -225,6 +226,7 @@ def _check_magnitude(noise: OwnNoise) -> None:
         )
 
 
+@lru_cache(maxsize=8)  # asked for in every step, as parameters may be unfrozen
 def check_law(noise: StatedNoise, sensitivity: float, num_trained: int, sampling_probability: float) -> None:
     """Refuses a sensitivity that is not the clipping rule's, and a law that certainly costs more than its event.
 

@@ -13,6 +13,7 @@ from .finite import FiniteRows
 from .listeners import Listener
 from .machine import NotRepeated
 from .meeting import Meeting
+from .own_noise import check_law
 from .resuming import Resuming
 from .state import Setup, State, StepSums, now
 
@@ -120,6 +121,8 @@ class Releaser:
                 f"step would be {event!r}, but the ledger would record {planned!r}. Make a new PrivateTraining, with "
                 "the releases so far as prior_releases."
             )
+        if ours.own_noise is not None:  # its price may hold for few numbers alone
+            check_law(ours.own_noise, mechanism.sensitivity, self._state.num_trained, ours.sampling_probability)
 
     def _check_finite(self, total: StepSums) -> None:
         """Refuses a batch without a finite gradient in the first steps; warns of one that has lost half of them."""
