@@ -208,6 +208,25 @@ def test_under_new_keys_noise_classes_and_groups_begin_anew(monkeypatch):
     assert np.allclose(c[0] * x[0], z[""].numpy() * (1 + 2.1e-5), atol=1e-7)
 
 
+def test_runs_of_several_ledgers_are_paid_one_by_one():
+    def made(*prior, **more):
+        model, settings = network(), {"clipping": tp.Flat(0.5), "delta": DELTA, "noise_multiplier": 1.0} | BANDED
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return tp.PrivateTraining(model, optimizer, data(), **settings | {"prior_releases": prior} | more)
+
+    first, second = made(), made()
+    train(first, steps=4)
+    train(second, steps=2)
+    third = made(*first.ledger, *second.ledger)
+    train(third, steps=2)
+    last = made(*third.ledger)
+    for training, groups in ((third, 2 + 1 + 1), (last, 2 + 1 + 1)):
+        assert training.ledger.profile().epsilon(DELTA) == priced((privacy.SubsampledGaussian(1.0, 0.6), groups))
+    whole = priced((privacy.SubsampledGaussian(1.0, 0.6), 2 + 1 + 4)).high
+    scaled = made(*first.ledger, *second.ledger, noise_multiplier=None, target_epsilon=whole)
+    assert scaled.settings.noise_multiplier == pytest.approx(1.0, rel=1e-4)
+
+
 def test_a_budget_stops_before_the_group_that_would_exceed_it():
     budget = privacy.Budget(priced((privacy.SubsampledGaussian(1.0, 0.6), 2)).high + 1e-9, DELTA)
     training, again = (training_of(**BANDED, examples={"budget": budget}) for _ in range(2))

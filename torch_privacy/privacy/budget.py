@@ -28,6 +28,7 @@ from .budget_file import (
 )
 from .calibrate import largest_number, log_ratio, most_steps
 from .compose import compose
+from .events.banded import of_own_run
 from .events.base import Event, NeighboringRelation, check_relation, releases_to_json
 from .ledger import Ledger, Release
 from .ledger_file import LedgerFile
@@ -209,8 +210,9 @@ class DataBudget(Budget):
 
     def unknown(self, releases: Iterable[Release]) -> list[Release]:
         """Returns those releases that no settled run has drawn already, by event and fingerprint."""
-        known = {(event, text) for run in self.state.runs for event, _ in run.releases for text in run.fingerprints}
-        return [release for release in releases if (release.event, release.fingerprint) not in known]
+        runs = self.state.runs
+        known = {(of_own_run(event), text) for run in runs for event, _ in run.releases for text in run.fingerprints}
+        return [release for release in releases if (of_own_run(release.event), release.fingerprint) not in known]
 
     def reserve(
         self, releases: Releases, what: str, *, run: str | None = None, ledger: str | os.PathLike[str] | None = None
@@ -317,7 +319,7 @@ class DataBudget(Budget):
         """
         if ledger.run != run:
             raise Refused(f"Budget: this is the ledger of run {ledger.run or '(none)'}, not of {run}.")
-        self.settle(run, counted(self.unknown(ledger.releases)), reason=reason)
+        self.settle(run, counted(self.unknown(ledger.made)), reason=reason)
 
     @contextmanager
     def _locked(self) -> Iterator[tuple[LedgerFile, BudgetState]]:

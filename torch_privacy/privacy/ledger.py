@@ -11,6 +11,7 @@ from ..support.read_file import shown
 from ..support.schema import violation
 from ..support.validate import Refused, plain_number, whole
 from .compose import Profile, compose
+from .events.banded import of_own_run
 from .events.base import REMOVALS, Event, check_event, event_from_dict, event_to_dict
 from .ledger_file import CHOOSE, FORMAT, KNOWN_FORMATS, LedgerFile, Line
 
@@ -210,7 +211,18 @@ class Ledger:
 
     @property
     def releases(self) -> list[Release]:
-        """All releases in order, as ``prior_releases`` of another training on the same data."""
+        """All releases in order, as ``prior_releases`` of another training on the same data.
+
+        Runs with banded noise are numbered by their first release, as runs of several ledgers may have one number.
+        """
+        made, runs = self.made, dict[Event, Event]()
+        for release in made:
+            runs.setdefault(release.event, of_own_run(release.event, release.fingerprint))
+        return [Release(runs[release.event], release.fingerprint) for release in made]
+
+    @property
+    def made(self) -> list[Release]:
+        """All releases in order, as they were recorded."""
         self._settle()
         return [Release(self._events[index], fingerprint) for index, fingerprint in self._releases]
 

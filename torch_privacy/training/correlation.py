@@ -284,4 +284,4 @@ def resolved(
             f'{WHERE}: order="fixed" needs a whole number of batches in an epoch, but n / expected_batch_size is '
             f"{1 / q:.6g}. Take n / {int(1 / q)} or n / {int(1 / q) + 1}."
         )
-    return correlation, Cyclic(classes, len(prior), fixed)
+    return correlation, Cyclic(classes, sum(count for _, count in prior), fixed)

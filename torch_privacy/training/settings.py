@@ -141,8 +141,8 @@ class TrainingSettings:
 
     @property
     def prior_events(self) -> list[tuple[privacy.Event, int]]:
-        """Returns the events of the prior releases, each with the count 1."""
-        return [(release.event, 1) for release in self.prior_releases]
+        """Returns the events of the prior releases, equal neighbors as one entry."""
+        return StepPlan((release.event, 1) for release in self.prior_releases).releases
 
     @property
     def clip_schedule(self) -> tuple[float, ...] | None:

@@ -137,7 +137,7 @@ class Account:
         drawn = reservation.drawn
         if drawn is None or drawn.settled is not None:
             return
-        made = counted(reservation.budget.unknown(self._ledger.releases))
+        made = counted(reservation.budget.unknown(self._ledger.made))
         releases = made if reason or includes(made, drawn.reserved) else None  # else outcomes may have decided the stop
         own = self._ledger.releases[len(self._settings.prior_releases) :]
         reservation.settle(releases, reason=reason, fingerprints=[release.fingerprint for release in own])
