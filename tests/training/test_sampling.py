@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ranked import VIEWS, case, difference, start, whole_weights
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 from trainings import (
     RULES,
     ZERO_OUT,
@@ -60,6 +60,45 @@ def test_the_ledger_has_an_entry_for_each_batch_and_each_epoch_is_paid_once_and_
     assert statement["sampler"] == "balls and bins"
     assert statement["sampling_probability"] == 0.2
     assert statement["expected_batch_size"] == 8
+
+
+def shuffle(rows):
+    rows[:] = rows[::-1]
+
+
+MOVED = {  # name -> what is made of the data, and what moves its rows
+    "list": (list, shuffle),
+    "shorter list": (list, lambda rows: rows.pop()),
+    "subset": (lambda rows: Subset(list(rows), [*range(N)]), lambda rows: shuffle(rows.indices)),
+    "tensors": (lambda rows: rows, lambda rows: rows.tensors[0].copy_(rows.tensors[0].flip(0))),
+}
+
+PLACED = {
+    "bins": BINS,
+    "banded": {"correlation": tp.Banded(3)},
+    "owners": {"examples": {"owners": [k // 2 for k in range(N)], "per_owner": 2}},
+}
+
+
+@pytest.mark.parametrize("kind", MOVED)
+@pytest.mark.parametrize("name", PLACED)
+def test_rows_that_move_are_refused_where_the_price_depends_on_their_places(kind, name):
+    make, move = MOVED[kind]
+    rows = make(TensorDataset(*(tensor.clone() for tensor in data().tensors)))
+    training = training_of(dataset=rows, **PLACED[name])
+    train(training, steps=3)
+    move(rows)
+    with pytest.raises(tp.Refused, match=r"rows of the data set were moved or replaced before step 3"):
+        train(training)
+    assert len(training.ledger) == 3
+
+
+def test_rows_may_move_where_every_step_draws_from_all():
+    rows = list(data())
+    training = training_of(dataset=rows)
+    train(training, steps=3)
+    shuffle(rows)
+    train(training)
 
 
 def test_a_step_is_that_of_poisson_sampling_on_the_same_batch():

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from ..support.draws import AS_DRAWN, Drawn, Rule, RunDraws
 from ..support.fixed_draws import drawing
 from ..support.random_state import SeededRandomNumbers, random_position
-from .datasets import check_map_style, source_of, tensors_and_rows
+from .datasets import Places, check_map_style, source_of, tensors_and_rows
 
 Collate = Callable[[list[Any]], Any]
 
@@ -65,6 +65,7 @@ class Batches:
         self._collate, self.collate_fn = collate_fn or default_collate, collate_fn
         self._tensors = tensors_and_rows(dataset) if collate_fn is None else None
         self._num_workers, self.fetches_here = num_workers, num_workers == 0
+        self.places = Places(dataset)
         self.drawn: Drawn | None = None  # by collate_fn, for the last batch
 
     @property

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ..support.validate import Refused
+from ..support.versions import Versions
 
 
 def check_map_style(dataset: Any, name: str = "dataset") -> None:
@@ -52,6 +53,28 @@ def source_of(dataset: Dataset) -> tuple[Dataset, np.ndarray | None]:
     source, subset = source_of(dataset.dataset)
     indices = np.asarray(dataset.indices, dtype=np.int64)
     return source, indices if subset is None else subset[indices]
+
+
+class Places:
+    """Notices rows of a list, or of tensors, that are no longer where they were: shuffled, replaced or taken out.
+
+    Other data sets are not looked at: their items may change for other reasons, such as augmentation.
+    """
+
+    def __init__(self, dataset: Any):
+        source, chosen = source_of(dataset)
+        self._dataset, self._rows, self._tensors = dataset, None, Versions(())
+        if type(source) in (list, tuple):
+            self._rows = [*source] if chosen is None else [source[i] for i in chosen]
+        elif type(source) is TensorDataset:
+            self._tensors = Versions(tensor for tensor in source.tensors if not tensor.is_inference())
+
+    def are_kept(self, indices: np.ndarray) -> bool:
+        """True if these rows are where they were."""
+        rows, dataset = self._rows, self._dataset
+        if rows is None:
+            return self._tensors.are_current()
+        return len(dataset) == len(rows) and all(dataset[i] is rows[i] for i in indices.tolist())
 
 
 def tensors_and_rows(dataset: Dataset) -> tuple[tuple[torch.Tensor, ...], np.ndarray | None] | None:

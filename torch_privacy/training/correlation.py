@@ -215,6 +215,7 @@ class Cyclic(Sampling):
     num_classes: int
     run: int = 0
     in_order: bool = False
+    needs_places = True
 
     def sampler(self, num_units: int, sampling_probability: float, key: bytes) -> Sampler:
         return CyclicSampler(num_units, sampling_probability, self.num_classes, self.in_order, key=key)

@@ -23,6 +23,8 @@ NEAR = 0.05  # the same, up to which the mean batch size is moved where nobody c
 class Sampling(ABC):
     """Says how the examples, or the owners, of each batch are drawn: the setting ``sampling`` of `PrivateTraining`."""
 
+    needs_places = False  # True if steps draw different examples, so that none may move to another's place
+
     def mean_size(self, expected_batch_size: float, num_units: int) -> float:
         """Returns the mean batch size, which is the given one up to rounding; refuses one that is not possible."""
         return expected_batch_size
@@ -194,6 +196,8 @@ class BallsAndBins(Sampling):
 
     Source: Chua et al. (2024), arXiv:2412.16802. Other texts draw the bins once for all epochs, which costs more.
     """
+
+    needs_places = True
 
     def mean_size(self, expected_batch_size: float, num_units: int) -> float:
         if not 0 < expected_batch_size <= num_units:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from operator import attrgetter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,7 +79,9 @@ class StepRun:
     def step(self, fetched: Iterator[DatasetExamples]) -> Run:
         """Runs the next step on the fetched batches."""
         state, total = self._state, StepSums()
-        self.listener.begin_step(len(state.releases.draws.records(state.step)))
+        records = state.releases.draws.records(state.step)
+        self._check_places(records)
+        self.listener.begin_step(len(records))
         shares = self._shares(state.releases, state.step)
         state.guard.check_not_lent()
         self.meeting.begin_step()
@@ -89,6 +92,17 @@ class StepRun:
             part = state.rehearsals.begin(next(fetched), share, state.step, number, len(shares))
             yield from self._turns(part, total)
         return total
+
+    def _check_places(self, records: np.ndarray) -> None:
+        """Refuses rows that have moved, where an example would be drawn again, or for another owner, at a new place."""
+        settings = self._setup.settings
+        matters = settings.sampling.needs_places or settings.owners is not None
+        if matters and not self._setup.batches.places.are_kept(records):
+            raise Refused(
+                f"PrivateTraining: rows of the data set were moved or replaced before step {self._state.step}, so that "
+                "an example may be in more steps, or be that of more owners, than the price is for. Leave the data as "
+                "they are from the start to the last step: batches are drawn at random, and need no shuffling."
+            )
 
     def requests(self, end: int) -> Iterator[BatchRequest]:
         """Yields a request for every (micro)batch from the next step to the end."""
