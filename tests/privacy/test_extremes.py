@@ -284,6 +284,11 @@ def test_moments_bound_where_delta_is_tiny(sigma: float, q: float, steps: int, d
     assert high < 1.01 * privacy.moments_of(equal_releases(sigma, q, steps), delta)
 
 
+def test_a_million_times_the_noise_needs_no_binomial_sum_of_a_billion_terms() -> None:
+    low, high = privacy.compose([(privacy.SubsampledGaussian(1e6, 0.5), 100)]).epsilon(1e-30)
+    assert 0 < low <= high < 1.000001 * low
+
+
 def test_losses_beyond_floating_point_are_bounded() -> None:
     high = privacy.compose([(privacy.SubsampledGaussian(0.05, 0.3), 3)]).epsilon(1e-40).high
     assert 1_000 < high < 1_060  # 1 - Phi is 1e-40 at 13.3 deviations: 3 (20²) / 2 + 13.3 sqrt(3) 20 = 1,060

@@ -20,6 +20,7 @@ from ..pairs.shifted import DiscreteGaussianNoise, Mixture, NoiseLaw, log_densit
 from .tilt import LARGEST_EXPONENT
 
 MOST_NODES = 200_000
+MOST_TERMS = 2**20  # of a binomial sum; an order beyond it has a quadrature
 ENDS = -40.0  # log of the share that the outermost nodes may have
 STEP_OF_SYMMETRIZED = 4e-3  # of the outcome; the error falls with its third power
 
@@ -115,7 +116,7 @@ def _(pair: SubsampledGaussianPair, orders: Array) -> Array:
     if pair.shift > LARGEST_SHIFT:  # beyond floating point; without sampling α is larger, so it is still a bound
         return np.tile(orders * (orders + 1) / 2 * pair.shift**2, (2, 1))
     found = np.full((2, len(orders)), -np.inf)
-    whole = orders == np.round(orders)
+    whole = (orders == np.round(orders)) & (orders < MOST_TERMS)
     found[0, whole] = [_at_whole_order(pair, round(order) + 1) for order in orders[whole].tolist()]
     octaves = np.floor(np.log2(np.maximum(orders, 1.0)))
     for octave in np.unique(octaves[~whole]):  # orders of one octave share a rule
