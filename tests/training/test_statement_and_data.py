@@ -29,6 +29,29 @@ def test_statement_and_spent_say_what_was_released():
     assert not any(training.state_dict()[key] in str(statement) for key in ("noise_key", "sampler_key"))
 
 
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_what_is_not_private_stays_so_as_a_prior_release(is_moved):
+    def made(**settings):
+        settings = {
+            "expected_batch_size": 8,
+            "num_steps": 3,
+            "clipping": tp.Flat(0.5),
+            "noise_multiplier": 1.0,
+        } | settings
+        model = network()
+        return private_training(model, torch.optim.SGD(model.parameters(), lr=0.1), data(), delta=1e-3, **settings)
+
+    training = made()
+    train(training, 2)
+    if is_moved:
+        with torch.no_grad():
+            training.model[0].weight.add_(1.0)
+        with pytest.warns(UserWarning, match="NOT PRIVATE"):
+            train(training)
+    for prior in (training.ledger, made(prior_releases=training.ledger).ledger):
+        assert str(made(prior_releases=prior).spent()).startswith("NOT PRIVATE") == is_moved
+
+
 def test_spent_and_statement_have_the_attacker_the_unit_and_what_is_public():
     training = training_of(delta=1e-3)
     train(training, 3)

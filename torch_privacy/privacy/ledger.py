@@ -2,8 +2,8 @@
 """Provides the ledger: an append-only list of releases, on disk before any release is used."""
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,7 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str] | None = None, purpose: str = "", run: str = ""):
         self.purpose, self.run = purpose, run
+        self.warning: Callable[[], str] = str  # returns why the releases are not private, as their training knows
         self._events: list[Event] = []  # each distinct event once
         self._releases: list[tuple[int, str]] = []  # index into events, fingerprint
         self._merged: tuple[list[tuple[Event, int]], int] = [], 0  # equal neighbors merged, and the number of releases
@@ -218,13 +219,14 @@ class Ledger:
         made, runs = self.made, dict[Event, Event]()
         for release in made:
             runs.setdefault(release.event, of_own_run(release.event, release.fingerprint))
-        return [Release(runs[release.event], release.fingerprint) for release in made]
+        return [replace(release, event=runs[release.event]) for release in made]
 
     @property
     def made(self) -> list[Release]:
         """All releases in order, as they were recorded."""
         self._settle()
-        return [Release(self._events[index], fingerprint) for index, fingerprint in self._releases]
+        warning = self.warning()
+        return [Release(self._events[index], fingerprint, warning) for index, fingerprint in self._releases]
 
     def _merged_until(self, number: int) -> tuple[list[tuple[Event, int]], int]:
         """Returns the first releases with equal neighbors merged, and their number."""

@@ -255,6 +255,7 @@ class PrivateTraining(Reporting):
                 canaries.check_only_one(self)
         self.model, self.optimizer, self.scheduler = setup.given, setup.optimizer, setup.scheduler
         self.settings, self.ledger = setup.settings, setup.ledger
+        self.ledger.warning = lambda: setup.account.warning(self._progress()) or ""
         self._resuming = Resuming(setup, self._state)
         self._resuming.files = agree(setup, self._state, files, self._resuming)
         self._state.releases = self._resuming.new_releases()
