@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the privacy statement, the data sets that training takes, and the budget at which it stops."""
 
+import gc
+import pickle
 import re
+import weakref
 from dataclasses import replace
 from html import escape
 
@@ -14,6 +17,7 @@ from trainings import N, cross_entropy, data, network, parameters_of, private_tr
 
 import torch_privacy as tp
 from torch_privacy.sampling.batches import Batches
+from torch_privacy.training.statement import NOT_PRIVATE
 
 
 def test_statement_and_spent_say_what_was_released():
@@ -48,8 +52,22 @@ def test_what_is_not_private_stays_so_as_a_prior_release(is_moved):
             training.model[0].weight.add_(1.0)
         with pytest.warns(UserWarning, match="NOT PRIVATE"):
             train(training)
-    for prior in (training.ledger, made(prior_releases=training.ledger).ledger):
+    ledger = training.ledger
+    priors = [ledger, pickle.loads(pickle.dumps(ledger)), made(prior_releases=ledger).ledger]
+    for prior in priors:
         assert str(made(prior_releases=prior).spent()).startswith("NOT PRIVATE") == is_moved
+
+
+def test_a_ledger_does_not_keep_its_training():
+    def made():
+        training = training_of(delta=1e-3)
+        train(training)
+        return training.ledger, weakref.ref(training)
+
+    ledger, training = made()
+    gc.collect()
+    assert training() is None
+    assert {release.warning for release in ledger.releases} == {NOT_PRIVATE}  # it has a test_seed
 
 
 def test_spent_and_statement_have_the_attacker_the_unit_and_what_is_public():

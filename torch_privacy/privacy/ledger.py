@@ -81,7 +81,7 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str] | None = None, purpose: str = "", run: str = ""):
         self.purpose, self.run = purpose, run
-        self.warning: Callable[[], str] = str  # returns why the releases are not private, as their training knows
+        self._warning, self._ask = "", str  # why the releases are not private, as their training has said
         self._events: list[Event] = []  # each distinct event once
         self._releases: list[tuple[int, str]] = []  # index into events, fingerprint
         self._merged: tuple[list[tuple[Event, int]], int] = [], 0  # equal neighbors merged, and the number of releases
@@ -225,8 +225,16 @@ class Ledger:
     def made(self) -> list[Release]:
         """All releases in order, as they were recorded."""
         self._settle()
-        warning = self.warning()
-        return [Release(self._events[index], fingerprint, warning) for index, fingerprint in self._releases]
+        self._warning = self._ask() or self._warning
+        return [Release(self._events[index], fingerprint, self._warning) for index, fingerprint in self._releases]
+
+    def ask_with(self, why_not_private: Callable[[], str]) -> None:
+        """Takes a function that returns the reason why the releases are not private, "" if they are."""
+        self._ask = why_not_private
+        self._warning = why_not_private()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_warning": self._ask() or self._warning, "_ask": str}  # a copy knows what is known now
 
     def _merged_until(self, number: int) -> tuple[list[tuple[Event, int]], int]:
         """Returns the first releases with equal neighbors merged, and their number."""

@@ -42,7 +42,7 @@ from .run_files import Scores
 from .sampling import POISSON, Sampling, sampling_of
 from .schedule import number_of_steps
 from .settings import Clipping, TrainingSettings
-from .state import StepSums
+from .state import StepSums, while_alive
 from .step_run import Run, StepRun
 
 _END = object()  # of a loop
@@ -255,12 +255,13 @@ class PrivateTraining(Reporting):
                 canaries.check_only_one(self)
         self.model, self.optimizer, self.scheduler = setup.given, setup.optimizer, setup.scheduler
         self.settings, self.ledger = setup.settings, setup.ledger
-        self.ledger.warning = lambda: setup.account.warning(self._progress()) or ""
         self._resuming = Resuming(setup, self._state)
         self._resuming.files = agree(setup, self._state, files, self._resuming)
         self._state.releases = self._resuming.new_releases()
         self._state.rehearsals = make_rehearsals(setup, self._state, self)
         listener, meeting = together(observation, self._resuming.files, called), Meeting.of(setup, self._state)
+        why_not_private = while_alive(self, lambda alive: alive._setup.account.warning(alive._progress()) or "", "")
+        self.ledger.ask_with(why_not_private)
         self._runs = StepRun(setup, self._state, meeting, listener)
         self._releaser = Releaser(setup, self._state, meeting, listener, self._resuming)
         self._run: Run | None = None  # of the step in progress
