@@ -71,6 +71,13 @@ MOVED = {  # name -> what is made of the data, and what moves its rows
     "shorter list": (list, lambda rows: rows.pop()),
     "subset": (lambda rows: Subset(list(rows), [*range(N)]), lambda rows: shuffle(rows.indices)),
     "tensors": (lambda rows: rows, lambda rows: rows.tensors[0].copy_(rows.tensors[0].flip(0))),
+    "other tensors": (lambda rows: rows, lambda rows: setattr(rows, "tensors", tuple(t.flip(0) for t in rows.tensors))),
+    "subset of tensors": (lambda rows: Subset(rows, [*range(N)]), lambda rows: shuffle(rows.indices)),
+    "shorter subset": (lambda rows: Subset(rows, [*range(N)]), lambda rows: rows.indices.clear()),
+    "subset of a subset": (
+        lambda rows: Subset(Subset(rows, [*range(N)]), [*range(N)]),
+        lambda rows: shuffle(rows.dataset.indices),
+    ),
 }
 
 PLACED = {

@@ -58,23 +58,29 @@ def source_of(dataset: Dataset) -> tuple[Dataset, np.ndarray | None]:
 class Places:
     """Notices rows of a list, or of tensors, that are no longer where they were: shuffled, replaced or taken out.
 
-    Other data sets are not looked at: their items may change for other reasons, such as augmentation.
+    So it does indices of subsets of any data set. The items of other data sets are not looked at: they may change for
+    other reasons, such as augmentation.
     """
 
     def __init__(self, dataset: Any):
-        source, chosen = source_of(dataset)
-        self._dataset, self._rows, self._tensors = dataset, None, Versions(())
-        if type(source) in (list, tuple):
-            self._rows = [*source] if chosen is None else [source[i] for i in chosen]
-        elif type(source) is TensorDataset:
-            self._tensors = Versions(tensor for tensor in source.tensors if not tensor.is_inference())
+        self._dataset, (source, chosen) = dataset, source_of(dataset)
+        self._chosen = None if chosen is None else chosen.copy()
+        self._rows = [*source] if type(source) in (list, tuple) else None
+        self._held = source.tensors if type(source) is TensorDataset else ()
+        self._tensors = Versions(tensor for tensor in self._held if not tensor.is_inference())
 
     def are_kept(self, indices: np.ndarray) -> bool:
         """True if these rows are where they were."""
-        rows, dataset = self._rows, self._dataset
-        if rows is None:
-            return self._tensors.are_current()
-        return len(dataset) == len(rows) and all(dataset[i] is rows[i] for i in indices.tolist())
+        source, places = self._dataset, indices.tolist()
+        while type(source) in (Subset, ChosenByOwners):
+            if max(places, default=-1) >= len(source.indices):
+                return False
+            source, places = source.dataset, [source.indices[i] for i in places]
+        if self._chosen is not None and places != self._chosen[indices].tolist():
+            return False
+        if self._rows is not None:
+            return len(source) == len(self._rows) and all(source[i] is self._rows[i] for i in places)
+        return not self._held or (source.tensors is self._held and self._tensors.are_current())
 
 
 def tensors_and_rows(dataset: Dataset) -> tuple[tuple[torch.Tensor, ...], np.ndarray | None] | None:

@@ -26,7 +26,7 @@ OF_LAST = {1e-3: 10.0, 3e-4: 30.0, 3e-3: 3.0}  # learning rate -> head factor, t
 
 @cache
 def noise_multiplier(epsilon: float, meant: Settings) -> float:
-    """Returns that which gives the public reviews the noise in the mean gradient of a row at epsilon."""
+    """Returns the noise multiplier at which the mean gradient is as noisy as in a row of ``text-imdb`` at epsilon."""
     share = meant.expected_batch_size / NUM_PRIVATE
     needed = calibrate(epsilon, meant.delta, sampling_probability=share, num_steps=num_steps(meant))
     return needed * batch_size(meant) / meant.expected_batch_size
