@@ -387,6 +387,7 @@ def _fresh(name: str, filters: list[Any], rank: int, size: int, store: str) -> I
             hooks.clear()
     torch.set_grad_enabled(True)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    dist.barrier()  # a rank that leaves the group at once would break those that still connect
     with warnings.catch_warnings(), fixed_state(name):
         warnings.resetwarnings()
         warnings.filters.extend(filters)  # type: ignore[attr-defined]
