@@ -18,7 +18,7 @@ import torch_privacy as tp
 from torch_privacy.jacobian.recording.functions import looks_up_examples
 from torch_privacy.jacobian.rows.plan import MemoryBudget
 from torch_privacy.mechanisms.noise import Noise, gaussian, grid_unit
-from torch_privacy.mechanisms.noise.chacha import DeviceNormals, chacha20, words_of
+from torch_privacy.mechanisms.noise.chacha import ROUNDING, DeviceNormals, normals, normals_of
 from torch_privacy.mechanisms.noise.processor import ProcessorNormals
 from torch_privacy.ops import dense, gram
 from torch_privacy.support.random_state import RandomState, SeededRandomNumbers, torch_generators
@@ -672,12 +672,13 @@ def test_noise_of_a_gpu_is_made_there_and_is_that_of_the_same_stream_on_the_cpu(
     assert gaussian.generators([torch.empty(gaussian.FEW_NUMBERS + 1, device=GPU)]) == DeviceNormals.name
 
 
-def test_the_words_of_the_noise_are_one_kernel_on_a_card():
+def test_the_numbers_of_the_noise_are_one_kernel_on_a_card():
     """The default device is the one under test: the CPU, the pretended device, or a card."""
     device = torch.empty(0).device
-    found, asked = words_of(device), (bytes(range(32)), 5, 2**32 - 3, 1000)
-    assert (found is chacha20) == (device.type != "cuda")
-    assert torch.equal(found(*asked, device).cpu(), chacha20(*asked, torch.device("cpu")))
+    found, asked = normals_of(device), (bytes(range(32)), 5, 2**32 - 3, 1000)
+    assert (found is normals) == (device.type != "cuda")
+    expected = normals(*asked, torch.device("cpu"))
+    torch.testing.assert_close(found(*asked, device).cpu(), expected, rtol=0, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("most", [0, gaussian.FEW_NUMBERS])

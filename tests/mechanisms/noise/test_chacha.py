@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from scipy import stats
 
 from torch_privacy.mechanisms.noise import Noise, chacha, gaussian, generators, grid_unit
-from torch_privacy.mechanisms.noise.chacha import DeviceNormals, box_muller, chacha20, state_of
+from torch_privacy.mechanisms.noise.chacha import ROUNDING, DeviceNormals, box_muller, chacha20, normals, state_of
 
 CPU = torch.device("cpu")
 VECTORS = {  # RFC 8439: key, nonce, counter, key stream
@@ -71,6 +71,14 @@ def reference(key, step, first, count):
     return Cipher(algorithms.ChaCha20(key, nonce), None).encryptor().update(bytes(64 * count))
 
 
+def expected_normals(words):
+    """Two numbers for every 16 bytes, by Box-Muller in numpy."""
+    pairs = np.frombuffer(words, "<u8").reshape(-1, 2)
+    radius = np.sqrt(-2 * np.log(((pairs[:, 0] & np.uint64(2**63 - 1)) + 0.5) * 2.0**-63))
+    angle = pairs[:, 1].view(np.int64) * (math.pi * 2.0**-63)
+    return np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).reshape(-1)
+
+
 @pytest.mark.parametrize("case", VECTORS)
 def test_words_are_those_of_the_standard(case):
     key, nonce, counter, expected = VECTORS[case]
@@ -99,11 +107,11 @@ def kernel(monkeypatch):
 
 
 @pytest.mark.parametrize(("step", "first", "count"), [(7, 2**32 - 3, 130), (2**64 - 1, 2**45 + 5, 1), (0, 0, 2)])
-def test_the_words_of_the_kernel_are_those_of_another_implementation(step, first, count, kernel):
-    key, words = bytes(range(100, 132)), torch.zeros(16, count, dtype=torch.int32)
-    kernel.write_words(words, state_of(key, step, first), first)
-    blocks = (reference(key, step, first + block, 1) for block in range(count))
-    assert words.t().numpy().astype("<i4").tobytes() == b"".join(blocks)
+def test_the_numbers_of_the_kernel_are_those_of_another_implementation(step, first, count, kernel):
+    key, numbers = bytes(range(100, 132)), torch.full((count, 8), math.nan, dtype=torch.float64)
+    kernel.write_normals(numbers, state_of(key, step, first), first)
+    words = b"".join(reference(key, step, first + block, 1) for block in range(count))
+    np.testing.assert_allclose(numbers.numpy().reshape(-1), expected_normals(words), rtol=0, atol=ROUNDING)
 
 
 @pytest.mark.thorough
@@ -115,7 +123,7 @@ def test_the_kernel_compiles_for_cards_without_one(size, monkeypatch):
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     function = importlib.reload(importlib.import_module("torch_privacy.mechanisms.noise.chacha_kernel"))._kernel
-    types = {**dict.fromkeys(function.arg_names, size), "out": "*i32", "count": "i32", "SIZE": "constexpr"}
+    types = {**dict.fromkeys(function.arg_names, size), "out": "*fp64", "count": "i32", "SIZE": "constexpr"}
     for architecture in (80, 90):
         source = ASTSource(fn=function, signature=types, constexprs={(len(types) - 1,): 128})
         assert compile(source, target=GPUTarget("cuda", architecture, 32)).asm["cubin"]
@@ -128,39 +136,39 @@ CARD = torch.device("cuda:0")
 def card(monkeypatch):
     """Takes the CPU for a card."""
     ops = chacha.chacha20
-    chacha.words_of.cache_clear()
+    chacha.normals_of.cache_clear()
     monkeypatch.setattr(chacha, "chacha20", lambda key, step, first, count, _: ops(key, step, first, count, CPU))
-    yield chacha.chacha20
-    chacha.words_of.cache_clear()
+    yield normals
+    chacha.normals_of.cache_clear()
 
 
-@pytest.mark.parametrize("reason", [None, "its words are not those of ChaCha20", "Failed to find C compiler"])
-def test_a_kernel_is_used_that_gives_the_right_words(reason, card, kernel, monkeypatch):
-    write, empty = kernel.write_words, torch.empty
+@pytest.mark.parametrize("reason", [None, "not those of ChaCha20 and Box-Muller", "Failed to find C compiler"])
+def test_a_kernel_is_used_that_gives_the_right_numbers(reason, card, kernel, monkeypatch):
+    write, empty = kernel.write_normals, torch.empty
 
-    def damaged(words, state, first):
+    def damaged(numbers, state, first):
         if reason == "Failed to find C compiler":
             raise RuntimeError(reason)
-        write(words, state, first)
-        words[3, -1] += reason is not None
+        write(numbers, state, first)
+        numbers[-1, 3] += 1e-7 * (reason is not None)
 
-    monkeypatch.setattr(kernel, "write_words", damaged)
+    monkeypatch.setattr(kernel, "write_normals", damaged)
     monkeypatch.setattr(torch, "empty", lambda *size, dtype, device: empty(*size, dtype=dtype))
-    assert chacha.words_of(CPU) is card
+    assert chacha.normals_of(CPU) is card
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        found = chacha.words_of(CARD)
-        assert found is chacha.words_of(CARD)
+        found = chacha.normals_of(CARD)
+        assert found is chacha.normals_of(CARD)
     assert (found is card) == (reason is not None)
     assert len(warned) == (reason is not None)
     assert all(reason in str(one.message) for one in warned)
     asked = bytes(32), 3, 7, 9, CARD
-    assert reason or torch.equal(found(*asked), card(*asked))
+    torch.testing.assert_close(found(*asked), card(*asked), rtol=0, atol=ROUNDING)
 
 
-def test_without_triton_words_are_made_by_ops(card, monkeypatch):
+def test_without_triton_numbers_are_made_by_ops(card, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_privacy.mechanisms.noise.chacha_kernel", None)
-    assert chacha.words_of(CARD) is card
+    assert chacha.normals_of(CARD) is card
 
 
 def device_noise(size, stddev=1.0, step=0, dtype=torch.float64):
@@ -172,10 +180,7 @@ def device_noise(size, stddev=1.0, step=0, dtype=torch.float64):
 def test_numbers_are_those_of_box_muller_in_another_implementation_within_a_grid_unit():
     size, stddev = 8 * 5000, 0.7
     generator, unit = DeviceNormals(bytes(32)), grid_unit(stddev)
-    words = np.frombuffer(reference(generator._key, 0, 0, size // 8), "<u8").reshape(-1, 2)
-    radius = np.sqrt(-2 * np.log(((words[:, 0] & np.uint64(2**63 - 1)) + 0.5) * 2.0**-63))
-    angle = words[:, 1].view(np.int64) * (math.pi * 2.0**-63)
-    expected = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).reshape(-1)
+    expected = expected_normals(reference(generator._key, 0, 0, size // 8))
     counts = device_noise(size, stddev).numpy() / unit
     assert np.abs(counts - np.rint(expected * (stddev / unit))).max() <= 1
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes ChaCha20's words in one kernel of triton, which PyTorch for GPUs brings with it."""
+"""Makes normal numbers in one kernel of triton, which PyTorch for GPUs brings with it: ChaCha20 and Box-Muller."""
 
 from typing import Any
 
@@ -13,19 +13,19 @@ BLOCKS = 128  # of ChaCha20, in one instance of the kernel
 _ARGUMENTS = "key0 key1 key2 key3 nonce first count".split()
 
 
-def write_words(words: Tensor, state: tuple[int, ...], first: int) -> None:
-    """Writes blocks ``first``, ``first + 1``, ... to ``words`` (16, count) int32, one block a column.
+def write_normals(numbers: Tensor, state: tuple[int, ...], first: int) -> None:
+    """Writes the normal numbers of blocks ``first``, ``first + 1``, ... to ``numbers`` (count, 8) float64.
 
     Args:
-        words: on the card.
+        numbers: on the card.
         state: the 16 words that a block begins with, as signed integers; those of its number are not read.
         first: number of the first block.
     """
-    count = words.shape[1]
+    count = len(numbers)
     pairs = [state[k] & 0xFFFFFFFF | state[k + 1] << 32 for k in (4, 6, 8, 10, 14)]
     kernel: Any = _kernel
-    with torch.cuda.device_of(words):  # triton launches on the current device
-        kernel[triton.cdiv(count, BLOCKS),](words, *pairs, first, count, BLOCKS)
+    with torch.cuda.device_of(numbers):  # triton launches on the current device
+        kernel[triton.cdiv(count, BLOCKS),](numbers, *pairs, first, count, BLOCKS)
 
 
 @triton.jit
@@ -76,17 +76,18 @@ def _kernel(out, key0, key1, key2, key3, nonce, first, count, SIZE: tl.constexpr
         x2, x7, x8, x13 = _quarter(x2, x7, x8, x13)
         x3, x4, x9, x14 = _quarter(x3, x4, x9, x14)
     inside = place < count
-    _store(out, place, count, inside, 0, x0 + 0x61707865, x1 + 0x3320646E, x2 + 0x79622D32, x3 + 0x6B206574)
-    _store(out, place, count, inside, 4, x4 + s4, x5 + s5, x6 + s6, x7 + s7)
-    _store(out, place, count, inside, 8, x8 + s8, x9 + s9, x10 + s10, x11 + s11)
-    _store(out, place, count, inside, 12, x12 + s12, x13 + s13, x14 + s14, x15 + s15)
+    first_number = out + place * 8
+    _store(first_number, inside, x0 + 0x61707865, x1 + 0x3320646E, x2 + 0x79622D32, x3 + 0x6B206574)
+    _store(first_number + 2, inside, x4 + s4, x5 + s5, x6 + s6, x7 + s7)
+    _store(first_number + 4, inside, x8 + s8, x9 + s9, x10 + s10, x11 + s11)
+    _store(first_number + 6, inside, x12 + s12, x13 + s13, x14 + s14, x15 + s15)
 
 
 @triton.jit
-def _store(out, place, count, inside, row, a, b, c, d):
-    length = count.to(tl.int64)
-    first = out + row * length + place
-    tl.store(first, a.to(tl.int32, bitcast=True), mask=inside)
-    tl.store(first + length, b.to(tl.int32, bitcast=True), mask=inside)
-    tl.store(first + 2 * length, c.to(tl.int32, bitcast=True), mask=inside)
-    tl.store(first + 3 * length, d.to(tl.int32, bitcast=True), mask=inside)
+def _store(out, inside, a, b, c, d):  # the same steps as in box_muller
+    u = ((a.to(tl.int64) | b.to(tl.int64) << 32) & 0x7FFFFFFFFFFFFFFF).to(tl.float64)
+    v = (c.to(tl.int64) | d.to(tl.int64) << 32).to(tl.float64)
+    radius = tl.sqrt(tl.log((u + 0.5) * 1.0842021724855044e-19) * -2)  # 2^-63
+    angle = v * 3.4061215800865545e-19  # pi 2^-63
+    tl.store(out, tl.cos(angle) * radius, mask=inside)
+    tl.store(out + 1, tl.sin(angle) * radius, mask=inside)
