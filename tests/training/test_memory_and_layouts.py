@@ -85,6 +85,16 @@ def test_any_memory_budget_gives_the_same_training(case):
 
 
 @pytest.mark.thorough
+def test_a_gradient_of_zero_passes_rehearsals_in_half_precision_at_any_memory_budget():
+    """What keeps nothing and what keeps factors bound its norm by other numbers, which differ by some percent."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 2)).bfloat16()
+    dataset = TensorDataset(torch.randn(N, 3).bfloat16(), (torch.arange(N) % 2).bfloat16())
+    training = training_of(model, dataset, performance=tp.Performance(memory_budget=1e-6), num_steps=2)
+    train(training, losses=lambda model, x, weights: model(x).float().square().sum(1) * weights)
+    assert training.step_count == 2
+
+
 def test_memory_budget_decides_what_is_kept(monkeypatch):
     """Rows that are kept and rows that are recomputed differ only by rounding; with noise they lie on one grid."""
     x = torch.randn(N, 9, 16)

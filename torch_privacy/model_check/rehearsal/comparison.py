@@ -22,6 +22,7 @@ TIGHT_ROWS = 1024  # the same for rows, which are long sums; in most networks bo
 ALIKE = 1e-5  # relative difference of answers that were computed twice
 NEGLIGIBLE = 1e-6  # rows this much shorter than the longest are not compared where shapes depend on the data
 COARSE = 0.02  # relative difference that is allowed in the rows of a part of the batch
+UNDERFLOW = 1e-14  # norms up to this one may be bounds, of more than the row: float32 loses the squares behind them
 
 LOSS, FACTOR = "the loss", "the clip factor"
 REPLACED = "when other examples took the places of the rest"
@@ -138,6 +139,7 @@ class AnswerComparison:
             if len(a) and is_part:  # all shapes differ, and so does the rounding
                 least, eps = COARSE * float(longest.max()) if len(longest) else 0.0, max(eps, COARSE**2 / 4)
             scale = b.nan_to_num(0).clamp(min=least)
+            a, b = (torch.where(t <= UNDERFLOW, 0, t) for t in (a, b))
             check("the norm of the gradient", a, b, scale, eps, rows)
             if is_part:  # a weight computed from parameters may have a part for each example, in another position
                 continue
