@@ -143,6 +143,19 @@ def test_data_that_were_split_between_ranks_are_refused(ranks2, how):
     assert "the same indices give other examples" in ranks2.refusal(differing, how, "data")
 
 
+def in_another_order(rank: int, as_tensors: bool) -> None:
+    """All labels are equal, as most are where one class is rare."""
+    x = data().tensors[0].roll(rank, 0)
+    items: Any = TensorDataset(x, torch.zeros(len(x), dtype=torch.int64))
+    training_of(DistributedDataParallel(mlp()), dataset=items if as_tensors else [*items])
+
+
+def test_data_in_another_order_are_refused(ranks2):
+    """An example would be on both ranks in one step: twice in its sum."""
+    for as_tensors in (True, False):
+        assert "the same indices give other examples" in ranks2.refusal(in_another_order, as_tensors)
+
+
 def test_replicas_that_begin_with_different_weights_are_refused(ranks2):
     assert "begin with different weights: '2.bias'" in ranks2.refusal(differing, "ddp", "weights")
 

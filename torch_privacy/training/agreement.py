@@ -17,13 +17,19 @@ from torch.utils._pytree import tree_leaves
 
 from ..model_check.rehearsal.turn import Turn
 from ..sampling.batches import Batches, BatchRequest
+from ..sampling.datasets import tensors_and_rows
+from ..sampling.fingerprint import KEY_BYTES, fingerprint
 from ..support.ranks import Ranks, RefusedTogether, num_processes
 from ..support.validate import Refused
 from ..support.version import __version__
 from .placement import Placement, Ranked, local_of
 
 WHERE = "PrivateTraining"
-PROBED = 4  # examples that are compared between ranks
+PROBED = 16  # examples that are compared between ranks; of tensors all, as far as a fingerprint reads them
+OTHER_DATA = (
+    f"{WHERE}: the ranks hold different data: the same indices give other examples. Every rank must have the whole "
+    "data set in the same order: the training cuts each batch itself, and a rank fetches its own part."
+)
 
 
 def check_still(ranks: Ranks) -> None:
@@ -142,8 +148,18 @@ def _check_replicas(ranks: Ranks, placement: Ranked) -> None:
 
 
 def _check_items(ranks: Ranks, batches: Batches) -> None:
-    """Refuses data that were split between the ranks: no entry of any item is then equal everywhere."""
+    """Refuses data that differ between the ranks, or their order: an example on two ranks would be in a sum twice.
+
+    Where items have no fingerprint, as with random numbers that the training does not know, an entry of some must be
+    equal everywhere, such as the labels.
+    """
     size = len(batches.dataset)  # type: ignore[arg-type]
+    count = None if tensors_and_rows(batches.dataset) else min(PROBED, size)
+    found = ranks.gather(fingerprint(batches.dataset, bytes(KEY_BYTES), count)["fingerprint"])
+    if None not in found:
+        if len(set(found)) > 1:
+            raise RefusedTogether(OTHER_DATA)
+        return
     generator = np.random.default_rng(0)
     seed = bytes(32)
     with ranks.together("fetches examples to compare"):
@@ -153,10 +169,7 @@ def _check_items(ranks: Ranks, batches: Batches) -> None:
     everywhere = ranks.gather(digests)
     same = [len(set(of_leaf)) == 1 for of_leaf in zip(*everywhere, strict=False)]
     if same and not any(same):
-        raise RefusedTogether(
-            f"{WHERE}: the ranks hold different data: the same indices give other examples. Every rank must have the "
-            "whole data set in the same order: the training cuts each batch itself, and a rank fetches its own part."
-        )
+        raise RefusedTogether(OTHER_DATA)
 
 
 def _digest(values: Iterable[Any]) -> bytes:
