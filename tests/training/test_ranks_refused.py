@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank refuses all ranks refuse, with one text; none waits for ever, and nothing is released."""
 
+import random
 from typing import Any
 
 import pytest
@@ -154,6 +155,18 @@ def test_data_in_another_order_are_refused(ranks2):
     """An example would be on both ranks in one step: twice in its sum."""
     for as_tensors in (True, False):
         assert "the same indices give other examples" in ranks2.refusal(in_another_order, as_tensors)
+
+
+def shuffled_in_each_epoch(rank: int) -> None:
+    rows = [*data()]
+    training = training_of(DistributedDataParallel(mlp()), dataset=rows)
+    for batch in training:
+        if training.step(of_pair(training.model, batch)):
+            random.Random(rank).shuffle(rows)
+
+
+def test_rows_that_move_are_refused(ranks2):
+    assert "rows of the data set were moved or replaced before step 1" in ranks2.refusal(shuffled_in_each_epoch)
 
 
 def test_replicas_that_begin_with_different_weights_are_refused(ranks2):

@@ -94,14 +94,18 @@ class StepRun:
         return total
 
     def _check_places(self, records: np.ndarray) -> None:
-        """Refuses rows that have moved, where an example would be drawn again, or for another owner, at a new place."""
-        settings = self._setup.settings
-        matters = settings.sampling.needs_places or settings.owners is not None
+        """Refuses rows that have moved, where an example would be drawn again, or for another owner, at a new place.
+
+        With several ranks, too: where they do not move alike, one example is drawn at two places of a batch.
+        """
+        settings, ranks = self._setup.settings, self._setup.placement.ranks
+        matters = settings.sampling.needs_places or settings.owners is not None or ranks.size > 1
         if matters and not self._setup.batches.places.are_kept(records):
             raise Refused(
                 f"PrivateTraining: rows of the data set were moved or replaced before step {self._state.step}, so that "
-                "an example may be in more steps, or be that of more owners, than the price is for. Leave the data as "
-                "they are from the start to the last step: batches are drawn at random, and need no shuffling."
+                "an example may be in more steps, on more ranks, or be that of more owners, than the price is for. "
+                "Leave the data as they are from the start to the last step: batches are drawn at random, and need no "
+                "shuffling."
             )
 
     def requests(self, end: int) -> Iterator[BatchRequest]:
