@@ -545,3 +545,14 @@ def test_parameters_frozen_during_training_are_refused():
     training.model[2].bias.requires_grad_(False)
     with pytest.raises(tp.Refused, match=r"'2\.bias' was frozen or unfrozen"):
         train(training)
+
+
+def test_parameters_frozen_within_a_step_are_refused_before_its_release():
+    def freezing(model, x, y):
+        model[2].bias.requires_grad_(training.step_count < 1)
+        return cross_entropy(model, x, y)
+
+    training = gep_training()
+    with pytest.raises(tp.Refused, match=r"'2\.bias' was frozen or unfrozen"):
+        train(training, losses=freezing)
+    assert (training.step_count, len(training.ledger)) == (1, 1)

@@ -161,12 +161,7 @@ class EmbeddedSum(Mechanism):
 
     def begin(self, model: nn.Module, tensors: ModelTensors, key: bytes, step: int) -> None:
         self.basis = None  # frees memory for the next one
-        if list(tensors.trained) != list(self._parameters):
-            changed = ", ".join(map(repr, sorted(set(tensors.trained) ^ set(self._parameters))))
-            raise Refused(
-                f"PrivateTraining: parameter {changed} was frozen or unfrozen during training, but the groups of the "
-                "anchor subspace are fixed at its start. Start another PrivateTraining after changing requires_grad."
-            )
+        self._check_trained(tensors.trained)
         key = hashlib.blake2b(b"anchors", key=key, digest_size=32).digest()
         basis = self.anchors.basis(model, tensors, key, step)
         if not any(basis.num_directions.values()):
@@ -175,6 +170,15 @@ class EmbeddedSum(Mechanism):
                 "auxiliary data, labels= and loss=: they must fit the model as in its training."
             )
         self.basis = basis
+
+    def _check_trained(self, names: Iterable[str]) -> None:
+        """Refuses other parameters than at the start, also if the loop froze some after its step began."""
+        if list(names) != list(self._parameters):
+            changed = ", ".join(map(repr, sorted(set(names) ^ set(self._parameters))))
+            raise Refused(
+                f"PrivateTraining: parameter {changed} was frozen or unfrozen during training, but the groups of the "
+                "anchor subspace are fixed at its start. Start another PrivateTraining after changing requires_grad."
+            )
 
     def equal_tensors(self) -> list[Tensor]:
         return [part for basis in self._current_basis.directions.values() for part in (basis.mixing, basis.vectors)]
@@ -189,6 +193,7 @@ class EmbeddedSum(Mechanism):
         return _EmbeddingAndResidual(self._current_basis, self._keys, self._embedding, self._residual, merging)
 
     def complete(self, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self._check_trained(parameters)
         embedded = {
             self._keys[group]: sums.get(self._keys[group], zeros)
             for group, zeros in self._current_basis.zeros().items()
