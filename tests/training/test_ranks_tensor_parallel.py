@@ -24,6 +24,7 @@ from trainings import private_training
 
 import torch_privacy as tp
 from torch_privacy.support import ranks
+from torch_privacy.training.agreement import PROBED
 from torch_privacy.training.placement.buckets import Slice
 from torch_privacy.training.placement.tensor_parallel import Split
 from torch_privacy.training.rehearsals import Rehearsals
@@ -411,10 +412,11 @@ def test_what_one_rank_refuses_all_refuse(ranks2, change, message, chosen, first
 
 
 class Failing(Dataset):
-    """Fails on one rank after some time, and may hold others there, which are none of those compared at the start."""
+    """Fails on one rank after some time, and may hold others there, which none of the comparisons at the start sees."""
 
     def __init__(self, rank: int, after: int, shift: float = 0.0):
         self.rank, self.left, self.shift = rank, after, shift
+        self.start = after - 2 * PROBED
 
     def __len__(self) -> int:
         return N
@@ -424,7 +426,7 @@ class Failing(Dataset):
         if self.left < 0:
             raise KeyError("in the data")
         x = torch.randn(6, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
-        return (x + self.shift * (self.rank and i < 10),)
+        return (x + self.shift * (self.left < self.start),)
 
 
 def with_data(rank: int, after: int, shift: float) -> None:
@@ -433,7 +435,7 @@ def with_data(rank: int, after: int, shift: float) -> None:
 
 def test_data_that_fail_or_differ_on_one_rank_are_refused_on_all(ranks2):
     assert "called the model with different inputs" in ranks2.refusal(with_data, 10**6, 1.0)
-    outcomes = ranks2.outcomes(with_data, 30, 0.0)
+    outcomes = ranks2.outcomes(with_data, 60, 0.0)
     assert (outcomes[0].kind, outcomes[1].kind) == ("RefusedTogether", "KeyError")
     assert "rank 1 failed with KeyError: 'in the data'" in outcomes[0].text
 
