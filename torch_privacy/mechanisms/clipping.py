@@ -26,8 +26,9 @@ from ..support.validate import (
 )
 from .scheduled import Schedule, Scheduled
 
-# Rules with factors that grow without bound as the norm shrinks treat norms up to this one as zero: float32 loses the
-# squares of entries below 1e-19, and with a norm that misses some of them the row would exceed its bound.
+# float32 loses the squares of entries below 1e-19, and with a norm that misses some of them a row would exceed its
+# bound. Rules with factors that grow without bound as the norm shrinks treat norms up to this one as zero; for a bound
+# that is smaller, shorter norms count as this one.
 SMALLEST_NORM = 1e-10
 
 
@@ -114,7 +115,10 @@ def check_rule(where: str, name: str, rule: Any) -> ClippingRule:
 
 def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
     """Returns ``min(1, clip_norm / norm)``, and 0 where the norm is not finite."""
-    factors = (clip_norm / in_sum_dtype(norms)).clamp_(max=1).nan_to_num_(0)
+    norms = in_sum_dtype(norms)
+    if clip_norm < SMALLEST_NORM:
+        norms = norms.clamp(min=SMALLEST_NORM)
+    factors = (clip_norm / norms).clamp_(max=1).nan_to_num_(0)
     return torch.threshold_(factors, torch.finfo(factors.dtype).tiny, 0)
 
 
@@ -136,7 +140,8 @@ class Flat(ClippingRule):
         - ``cᵢ‖gᵢ‖ <= clip_norm`` up to rounding (1e-5, relative).
         - A gradient within the bound is left unchanged.
 
-    Edge cases: norm 0 gets the factor 1; an infinite or undefined norm gets 0.
+    Edge cases: norm 0 gets the factor 1; an infinite or undefined norm gets 0. For a bound below 1e-10, shorter norms,
+    which float32 cannot resolve, count as 1e-10.
 
     Source: Abadi et al. (2016), Algorithm 1.
 
