@@ -26,6 +26,7 @@ from .placement import Placement, Ranked, local_of
 
 WHERE = "PrivateTraining"
 PROBED = 16  # examples that are compared between ranks; of tensors all, as far as a fingerprint reads them
+MANY_PROBED = 64  # the same if only a part of them may be equal, so that labels hardly are by chance
 OTHER_DATA = (
     f"{WHERE}: the ranks hold different data: the same indices give other examples. Every rank must have the whole "
     "data set in the same order: the training cuts each batch itself, and a rank fetches its own part."
@@ -150,8 +151,8 @@ def _check_replicas(ranks: Ranks, placement: Ranked) -> None:
 def _check_items(ranks: Ranks, batches: Batches) -> None:
     """Refuses data that differ between the ranks, or their order: an example on two ranks would be in a sum twice.
 
-    Where items have no fingerprint, as with random numbers that the training does not know, an entry of some must be
-    equal everywhere, such as the labels.
+    Where items have no fingerprint, as with random numbers that the training does not know, one of their entries must
+    be equal everywhere, such as the label.
     """
     size = len(batches.dataset)  # type: ignore[arg-type]
     count = None if tensors_and_rows(batches.dataset) else min(PROBED, size)
@@ -163,7 +164,7 @@ def _check_items(ranks: Ranks, batches: Batches) -> None:
     generator = np.random.default_rng(0)
     seed = bytes(32)
     with ranks.together("fetches examples to compare"):
-        request = BatchRequest(generator.integers(size, size=min(PROBED, size)), 1, seed)
+        request = BatchRequest(generator.integers(size, size=min(MANY_PROBED, size)), 1, seed)
         leaves = tree_leaves(batches.fetch(request).batch)
         digests = [_digest([leaf]) for leaf in leaves]
     everywhere = ranks.gather(digests)
