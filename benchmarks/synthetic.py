@@ -3,7 +3,8 @@
 
 ``python benchmarks/synthetic.py --log FILE.jsonl`` adds a line for each table, epsilon, seed and generator that the
 file lacks; a line has the distances, the test scores and the seconds. There is no schema: all is learnt privately. The
-audit is made for seed 0. ``--show`` prints means and standard errors of a file. One thread.
+audit is made for seed 0. ``--show`` prints the table of docs/synthetic.md. One thread. What was made of Adult is in
+docs/results/synthetic.jsonl.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean, stdev
 
 import numpy as np
 import pandas as pd
@@ -27,6 +30,7 @@ from torch_privacy.tables.synthesis.judge import audit, judge
 TABLES = {"Adult": (adult, "income"), "made": (made, "target"), "digits": (digits, "digit")}
 CANARIES = 1000
 KEYS = "table", "epsilon", "seed", "generator"
+SCORES = "synthetic rows", "real rows, with the same epsilon", "real rows, without privacy"
 
 
 def boosted(train: pd.DataFrame, test: pd.DataFrame, target: str) -> float:
@@ -84,18 +88,41 @@ def one(path: Path, name: str, target: str, epsilon: float, seed: int, generator
     return line
 
 
-def show(lines: list[dict]) -> None:
-    """Prints the mean and its standard error of each number."""
-    frame = pd.DataFrame(lines)
-    for key in ("synthetic rows", "real rows, with the same epsilon", "real rows, without privacy"):
-        frame[key] = [line["scores"].get(key) for line in lines]
-    frame["boosted on synthetic"] = [line["boosted"]["synthetic"] for line in lines]
-    frame["boosted on real"] = [line["boosted"]["real"] for line in lines]
-    frame["audit"] = [line.get("audit", {}).get("epsilon_low") for line in lines]
-    columns = [name for name in frame if name not in (*KEYS, "scores", "boosted") and frame[name].dtype != object]
-    groups = frame.groupby(["table", "epsilon", "generator"])[columns]
-    with pd.option_context("display.width", 300, "display.max_columns", 50):
-        print(pd.concat({"mean": groups.mean(), "standard error": groups.sem(), "n": groups.count()}, axis=1).T)
+def shown(lines: Sequence[dict]) -> list[str]:
+    """Returns the table of docs/synthetic.md: means and their standard errors."""
+    head = (
+        "table",
+        "epsilon",
+        "generator",
+        "seeds",
+        "distance, columns",
+        "distance, pairs",
+        *SCORES,
+        "boosted",
+        "seconds",
+    )
+    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    groups: dict[tuple, list[dict]] = {}
+    for line in lines:
+        groups.setdefault((line["table"], line["epsilon"], line["generator"]), []).append(line)
+    for (name, epsilon, generator), group in sorted(groups.items()):
+        scores = [[line["scores"][key] for line in group if key in line["scores"]] for key in SCORES]
+        boosted = [_percent([line["boosted"][key] for line in group], 1) for key in ("synthetic", "real")]
+        seconds = [line["seconds"] for line in group]
+        cells = [
+            f"{name} | {epsilon:g} | {generator} | {len(group)}",
+            *(_percent([line[key] for line in group], 2) for key in ("one_way", "two_way")),
+            *(_percent(found, 1) if found else "" for found in scores),
+            f"{boosted[0]} / {boosted[1]}",
+            f"{min(seconds):.0f} to {max(seconds):.0f}",
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def _percent(shares: Sequence[float], digits: int) -> str:
+    error = 100 * stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else float("nan")
+    return f"{100 * mean(shares):.{digits}f} ± {error:.{digits}f} %"
 
 
 def main() -> None:
@@ -111,7 +138,7 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = [json.loads(line) for line in given.log.read_text().splitlines()] if given.log.exists() else []
     if given.show:
-        show(lines)
+        print("\n".join(shown(lines)))
         return
     done = {tuple(line[key] for key in KEYS) for line in lines}
     with tempfile.TemporaryDirectory() as folder:
