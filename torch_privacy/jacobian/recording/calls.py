@@ -101,11 +101,6 @@ class Call:
         return self.op.startswith(CUT)
 
     @property
-    def is_scan(self) -> bool:
-        """True if one of our own compositions recorded it; its inputs are then no single tensors of the user's."""
-        return self.op == SCAN
-
-    @property
     def edge(self) -> GradientEdge:
         return self.output.edge
 
