@@ -157,6 +157,27 @@ def test_data_in_another_order_are_refused(ranks2):
         assert "the same indices give other examples" in ranks2.refusal(in_another_order, as_tensors)
 
 
+class Noisy(Dataset):
+    """Has a generator of its own, so that labels alone can be compared; one in 19 is rare."""
+
+    def __init__(self, shift: int):
+        self.shift, self.generator = shift, torch.Generator().manual_seed(shift)
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.randn(6, generator=self.generator), int((i + self.shift) % 19 == 0)
+
+
+def noisy_in_another_order(rank: int) -> None:
+    training_of(DistributedDataParallel(mlp()), dataset=Noisy(rank))
+
+
+def test_random_data_in_another_order_are_refused_by_their_labels(ranks2):
+    assert "the same indices give other examples" in ranks2.refusal(noisy_in_another_order)
+
+
 def shuffled_in_each_epoch(rank: int) -> None:
     rows = [*data()]
     training = training_of(DistributedDataParallel(mlp()), dataset=rows)
