@@ -119,7 +119,7 @@ def normals_of(device: torch.device) -> Normals:
         reason = f"{type(error).__name__}: {error}"
     warnings.warn(
         f"PrivateTraining: the fused kernel of triton for the noise cannot be used, so that every {CHUNK:,} numbers "
-        f"take 500 more launches. The noise is the same. The reason is: {reason:.500}",
+        f"take 500 more launches. The numbers are the same, up to rounding. The reason is: {reason:.500}",
         stacklevel=2,
     )
     return normals
