@@ -171,6 +171,7 @@ def test_releases_since_the_last_rehearsal_that_passed_are_not_private(tmp_path)
     assert float(training.spent()) == math.inf
     assert named in training.statement()["warning"]
     assert training.statement()["private"] is False
+    assert named in tp.privacy.Ledger.read(training.ledger.path).warning  # at once, and not when it is closed
     again, _ = training_of(by_numpy, num_steps=60, seed=None)
     again.load_state_dict(training.state_dict())
     assert named in str(again.spent())

@@ -2,6 +2,7 @@
 """Tests the privacy statement, the data sets that training takes, and the budget at which it stops."""
 
 import gc
+import json
 import pickle
 import re
 import weakref
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Subset, default_collate
 from trainings import N, cross_entropy, data, network, parameters_of, private_training, train, training_of
 
 import torch_privacy as tp
+from torch_privacy import privacy
 from torch_privacy.sampling.batches import Batches
 from torch_privacy.training.statement import NOT_PRIVATE
 
@@ -34,7 +36,7 @@ def test_statement_and_spent_say_what_was_released():
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
-def test_what_is_not_private_stays_so_as_a_prior_release(is_moved):
+def test_what_is_not_private_stays_so_as_a_prior_release(tmp_path, is_moved):
     def made(**settings):
         settings = {
             "expected_batch_size": 8,
@@ -45,7 +47,7 @@ def test_what_is_not_private_stays_so_as_a_prior_release(is_moved):
         model = network()
         return private_training(model, torch.optim.SGD(model.parameters(), lr=0.1), data(), delta=1e-3, **settings)
 
-    training = made()
+    training = made(run_folder=tmp_path)
     train(training, 2)
     if is_moved:
         with torch.no_grad():
@@ -53,9 +55,49 @@ def test_what_is_not_private_stays_so_as_a_prior_release(is_moved):
         with pytest.warns(UserWarning, match="NOT PRIVATE"):
             train(training)
     ledger = training.ledger
-    priors = [ledger, pickle.loads(pickle.dumps(ledger)), made(prior_releases=ledger).ledger]
+    ledger.close()
+    on_disk, in_state = privacy.Ledger.read(ledger.path), privacy.Ledger()
+    in_state.load_state_dict(json.loads(json.dumps(on_disk.state_dict())))
+    priors = [ledger, pickle.loads(pickle.dumps(ledger)), on_disk, in_state, made(prior_releases=ledger).ledger]
     for prior in priors:
         assert str(made(prior_releases=prior).spent()).startswith("NOT PRIVATE") == is_moved
+
+
+def test_a_ledger_on_disk_says_why_it_is_not_private_and_keeps_quiet_after_the_end(tmp_path):
+    def on_disk(folder):
+        return privacy.Ledger.read(folder / "ledger.jsonl").warning
+
+    def made(folder, dataset=None, **settings):
+        model = network()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {
+            "expected_batch_size": 8,
+            "num_steps": 2,
+            "clipping": tp.Flat(0.5),
+            "noise_multiplier": 1.0,
+        } | settings
+        dataset = data() if dataset is None else dataset
+        return tp.PrivateTraining(model, sgd, dataset, delta=1e-3, run_folder=tmp_path / folder, **settings)
+
+    def audited(dataset):
+        training = made("audited", dataset)
+        train(training)
+        return training.model, training
+
+    made("fixed", test_seed=1)
+    assert on_disk(tmp_path / "fixed").startswith("NOT PRIVATE (test_seed")  # before the first release
+
+    tp.audit(audited, data(), canaries=tp.GradientCanaries(8))
+    assert on_disk(tmp_path / "audited") == ""  # its model is not for release, its releases cost what they cost
+
+    ended = made("ended")
+    train(ended)
+    files = {path: path.read_bytes() for path in (tmp_path / "ended").iterdir()}
+    with torch.no_grad():
+        ended.model[0].weight.add_(1.0)  # such as public fine-tuning: no release depends on it
+    ended.ledger.close()
+    assert on_disk(tmp_path / "ended") == ""
+    assert files == {path: path.read_bytes() for path in (tmp_path / "ended").iterdir()}  # the digests still fit
 
 
 def test_a_ledger_does_not_keep_its_training():

@@ -179,8 +179,11 @@ def _of_run(path: Path) -> Described:
         raise ValueError(f"{path}: {lacks}. Name the folder of a training, its ledger, or a JSON file.")
     if ledger.suffix == ".json":
         return Described(_of_list(ledger), [("releases", f"from {ledger}")], {"run": str(path)})
-    lines = [("run", f"{path}, the releases so far: it has no privacy statement")]
-    return Described(Ledger.read(ledger).events, lines, {"run": str(path)})
+    lines, found = [("run", f"{path}, the releases so far: it has no privacy statement")], {"run": str(path)}
+    releases = Ledger.read(ledger)
+    if releases.warning:
+        lines, found = [*lines, ("warning", releases.warning)], {**found, "warning": releases.warning}
+    return Described(releases.events, lines, found)
 
 
 def _of_list(path: Path) -> Releases:

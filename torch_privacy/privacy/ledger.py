@@ -19,6 +19,7 @@ STATE = {  # of a ledger, in a checkpoint
     "type": "object",
     "required": ["ledger", "events", "releases"],
     "properties": {
+        "warning": {"type": "string"},
         "events": {"type": "array", "items": {"type": "object", "required": ["type"]}},
         "releases": {
             "type": "array",
@@ -60,8 +61,9 @@ class Ledger:
       is flushed, too (not on systems that cannot open a directory, such as Windows).
 
     ``{"ledger": 2}`` is the first line, ``{"define": 0, "event": {...}}`` introduces an event, and
-    ``{"step": 17, "event": 0, "fingerprint": "9f..."}`` is a release. Each line also has ``"check"``, a digest of
-    itself and of the line before it. Files of format 1, without digests, can be read and continued.
+    ``{"step": 17, "event": 0, "fingerprint": "9f..."}`` is a release. ``{"warning": "NOT PRIVATE ..."}`` is the reason
+    why the releases before it are not private. Each line also has ``"check"``, a digest of itself and of the line
+    before it. Files of format 1, without digests, can be read and continued.
 
     Args:
         path: a file that does not exist yet; None keeps the ledger in memory.
@@ -82,6 +84,7 @@ class Ledger:
     def __init__(self, path: str | os.PathLike[str] | None = None, purpose: str = "", run: str = ""):
         self.purpose, self.run = purpose, run
         self._warning, self._ask = "", str  # why the releases are not private, as their training has said
+        self._written, self._noted = "", 0  # the reason in the file, and the number of releases when it was asked for
         self._events: list[Event] = []  # each distinct event once
         self._releases: list[tuple[int, str]] = []  # index into events, fingerprint
         self._merged: tuple[list[tuple[Event, int]], int] = [], 0  # equal neighbors merged, and the number of releases
@@ -163,8 +166,8 @@ class Ledger:
             self._pending = _Pending(end[0], event, index, step, fingerprint)
             self._file.append(data, end)
         self._settle()
-        if self._file is not None:
-            self._file.sync_if_due()
+        if self._file is not None and self._file.is_sync_due:
+            self.sync()
 
     def differs(self, event: Event, step: int, fingerprint: str) -> bool:
         """True if this step was recorded with another release, so that `record` would refuse this one."""
@@ -225,16 +228,32 @@ class Ledger:
     def made(self) -> list[Release]:
         """All releases in order, as they were recorded."""
         self._settle()
+        warning = self.warning
+        return [Release(self._events[index], fingerprint, warning) for index, fingerprint in self._releases]
+
+    @property
+    def warning(self) -> str:
+        """Returns the reason why the releases are not private; "" if they are."""
         self._warning = self._ask() or self._warning
-        return [Release(self._events[index], fingerprint, self._warning) for index, fingerprint in self._releases]
+        return self._warning
 
     def ask_with(self, why_not_private: Callable[[], str]) -> None:
-        """Takes a function that returns the reason why the releases are not private, "" if they are."""
+        """Takes a function that returns the reason why the releases are not private, "" if they are.
+
+        A file gets the reason when it is known, at the latest with the next `sync` after a release.
+        """
         self._ask = why_not_private
-        self._warning = why_not_private()
+        self.note_warning()
+
+    def note_warning(self) -> None:
+        """Writes the reason why the releases are not private into the file, if there is one that it has not."""
+        self._noted, warning = len(self), self.warning
+        if warning != self._written and self._file is not None and self._file.is_open:
+            self._file.append(*self._file.encode([{"warning": warning}]))
+            self._written = warning
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_warning": self._ask() or self._warning, "_ask": str}  # a copy knows what is known now
+        return {**vars(self), "_warning": self.warning, "_ask": str}  # a copy knows what is known now
 
     def _merged_until(self, number: int) -> tuple[list[tuple[Event, int]], int]:
         """Returns the first releases with equal neighbors merged, and their number."""
@@ -256,6 +275,7 @@ class Ledger:
         self._settle()
         return {
             "ledger": FORMAT,
+            **({"warning": self.warning} if self.warning else {}),
             "events": [event_to_dict(event) for event in self._events],
             "releases": [list(release) for release in self._releases],
         }
@@ -288,6 +308,8 @@ class Ledger:
         for step in range(len(self), len(releases)):
             index, fingerprint = releases[step]
             self.record(events[index], step, fingerprint)
+        self._warning = state.get("warning", "") or self._warning
+        self.note_warning()
 
     def sync(self) -> None:
         """Returns when all releases are on the disk itself, safe from power failure.
@@ -296,12 +318,19 @@ class Ledger:
             Refused: if the disk reports an error; the ledger then takes no further release.
         """
         if self._file is not None:
+            self._note_if_new()
             self._file.sync()
 
     def close(self) -> None:
         """Syncs and closes the file; the ledger can still be read."""
         if self._file is not None:
+            self._note_if_new()
             self._file.close()
+
+    def _note_if_new(self) -> None:
+        """Asks about releases made since the last time: what comes after the last one is not about them."""
+        if len(self) > self._noted:
+            self.note_warning()
 
     def _check_replay(self, event: Event, step: int, fingerprint: str) -> None:
         if self.differs(event, step, fingerprint):
@@ -345,6 +374,10 @@ class Ledger:
         elif "define" in line:
             _check_whole(line["define"], len(self._events), "events are defined in order")
             self._events.append(event_from_dict(line["event"]))
+        elif "warning" in line:
+            if not isinstance(line["warning"], str):
+                raise ValueError(f"warning {line['warning']!r} is not a string")
+            self._warning = self._written = line["warning"]
         else:
             index, fingerprint = line["event"], line["fingerprint"]
             _check_whole(index, None, "an event is named by its number")

@@ -184,10 +184,15 @@ class LedgerFile:
             raise
         self._end = end
 
-    def sync_if_due(self) -> None:
-        """Syncs if the last sync was more than a second ago."""
-        if not 0 <= time.monotonic() - self._last_sync <= SECONDS_BETWEEN_SYNCS:  # also if the clock was set back
-            self.sync()
+    @property
+    def is_open(self) -> bool:
+        """True unless the file failed or was closed."""
+        return not self._failure
+
+    @property
+    def is_sync_due(self) -> bool:
+        """True if the last sync was more than a second ago."""
+        return not 0 <= time.monotonic() - self._last_sync <= SECONDS_BETWEEN_SYNCS  # also if the clock was set back
 
     def sync(self) -> None:
         """Returns when all lines are on the disk itself.

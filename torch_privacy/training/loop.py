@@ -260,7 +260,7 @@ class PrivateTraining(Reporting):
         self._state.releases = self._resuming.new_releases()
         self._state.rehearsals = make_rehearsals(setup, self._state, self)
         listener, meeting = together(observation, self._resuming.files, called), Meeting.of(setup, self._state)
-        why_not_private = while_alive(self, lambda alive: alive._setup.account.warning(alive._progress()) or "", "")
+        why_not_private = while_alive(self, lambda alive: alive._setup.account.why_not_private(alive._progress()), "")
         self.ledger.ask_with(why_not_private)
         self._runs = StepRun(setup, self._state, meeting, listener)
         self._releaser = Releaser(setup, self._state, meeting, listener, self._resuming)
@@ -481,6 +481,8 @@ class PrivateTraining(Reporting):
             coupled = self._state.rehearsals.note_refused(error, self.step_count)
             if coupled is not None and self._resuming.files is not None:
                 self._resuming.files.note_coupled(asdict(coupled))
+            if coupled is not None:
+                self.ledger.note_warning()
             raise
         finally:
             torch.set_grad_enabled(enabled)  # an interrupt within torch.no_grad's own exit leaves gradients off

@@ -301,6 +301,11 @@ class Account:
             return MOVED.format(progress.moved_otherwise)
         return next((release.warning for release in self._settings.prior_releases if release.warning), None)
 
+    def why_not_private(self, progress: TrainingProgress) -> str:
+        """Returns the reason why the releases are not private; "" if they are, as those of an audit."""
+        warning = self.warning(progress)
+        return "" if warning is None or warning == AUDIT else warning
+
     def _covering(self, progress: TrainingProgress) -> privacy.Profile:
         """Returns the profile that holds wherever training stops; that of the steps made if the stop is independent."""
         return self.profile() if self._is_over(progress) else self.planned_profile(progress)

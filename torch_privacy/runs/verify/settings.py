@@ -229,6 +229,7 @@ def _privacy(evidence: Evidence) -> Iterator[Finding]:
         "settings.json says that it is not for release": settings.get("not_for_release") is True,
         "it has canaries": bool(statement.get("num_canaries") or settings.get("num_canaries")),
         "the ledger is that of an audit": evidence.ledger is not None and evidence.ledger.purpose == "audit",
+        "the ledger says that its releases are not": evidence.ledger is not None and bool(evidence.ledger.warning),
     }
     found = [sign for sign, there in signs.items() if there]
     if not statement["private"]:
