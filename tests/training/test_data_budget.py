@@ -12,10 +12,12 @@ from json_schema import violations
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
+from trainings import train
 
 import torch_privacy as tp
-from torch_privacy import privacy, tables
+from torch_privacy import cli, privacy, tables
 from torch_privacy.runs.report.words import budget_in_words
+from torch_privacy.sklearn import PrivateScaler
 
 N, DELTA = 200, 1e-4
 
@@ -89,6 +91,39 @@ def test_training_reserves_all_steps_and_settles_at_its_end(tmp_path, budget, da
     page = (tmp_path / "run" / "report.html").read_text()
     assert budget_in_words(statement["data_budget"]) in page
     assert str(tmp_path) not in page
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_run_that_is_not_private_is_named_in_the_budget(tmp_path, budget, data, capsys, ends):
+    training = run(begun(tmp_path / "run", budget, data), steps=2)
+    assert "num_not_private" not in budget.state.as_json()
+    with torch.no_grad():
+        training.model.weight.add_(1.0)
+    with pytest.warns(UserWarning, match="NOT PRIVATE"):
+        train(training, steps=None if ends else 3)
+    if not ends:  # such as a process that is killed
+        training.ledger.close()
+        budget.settle(budget.state.runs[0].run)
+    (drawn,) = budget.state.runs
+    assert drawn.warning == training.statement()["warning"]
+    assert budget.state.as_json()["num_not_private"] == 1
+    later = run(begun(tmp_path / "later", budget, data))
+    statement = later.statement()
+    assert not violations(privacy.statement_schema(), statement)
+    assert statement["private"]
+    assert "1 of them said NOT PRIVATE" in budget_in_words(statement["data_budget"])
+    for command in ("status", "list"):
+        assert cli.run(["budget", command, str(budget.path)]) == 0
+        assert "NOT PRIVATE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("test_seed", [None, 1])
+def test_components_and_scales_under_a_fixed_key_are_named_in_the_budget(budget, test_seed):
+    rows = np.random.default_rng(0).normal(size=(N, 3)).clip(-1, 1)
+    of_scaler = tp.Budget.open(f"{budget.path}.of_scaler", epsilon=1000, delta=DELTA)
+    tp.PrivatePCA(1, noise_multiplier=50.0, delta=DELTA, budget=budget, test_seed=test_seed).fit(rows)
+    PrivateScaler(noise_multiplier=0.1, delta=DELTA, refits="separate", budget=of_scaler, test_seed=test_seed).fit(rows)
+    assert [bool(drawn.warning) for drawn in [*budget.state.runs, *of_scaler.state.runs]] == [test_seed is not None] * 2
 
 
 @pytest.mark.thorough

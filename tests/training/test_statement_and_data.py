@@ -18,6 +18,7 @@ from trainings import N, cross_entropy, data, network, parameters_of, private_tr
 
 import torch_privacy as tp
 from torch_privacy import privacy
+from torch_privacy.privacy import ledger_file
 from torch_privacy.sampling.batches import Batches
 from torch_privacy.training.statement import NOT_PRIVATE
 
@@ -36,7 +37,9 @@ def test_statement_and_spent_say_what_was_released():
 
 
 @pytest.mark.parametrize("is_moved", [False, True])
-def test_what_is_not_private_stays_so_as_a_prior_release(tmp_path, is_moved):
+def test_what_is_not_private_stays_so_as_a_prior_release(tmp_path, monkeypatch, is_moved):
+    monkeypatch.setattr(ledger_file, "SECONDS_BETWEEN_SYNCS", -1.0)  # so that the ledger asks first, in every step
+
     def made(**settings):
         settings = {
             "expected_batch_size": 8,

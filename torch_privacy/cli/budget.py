@@ -63,11 +63,13 @@ def status(file: File, as_json: AsJson = False) -> None:
     content = state.as_json()
     number = state.data.get("num_examples")
     items = f"{plural(state.unit)}, their number is not shown" if number is None else f"{number} {plural(ONE_EXAMPLE)}"
+    broken = content.get("num_not_private", 0)
     lines = [
         ("budget", f"epsilon {state.epsilon:g} at delta = {short(state.delta)}"),
         ("protects", state.neighboring_relation.words(state.unit)),
         ("drawn", f"epsilon at most {round_up(content['epsilon_drawn'])}"),
         ("runs", f"{content['num_runs']}, of which {content['num_unsettled']} have not ended"),
+        *([("NOT PRIVATE", f"{broken} of them: what they have drawn says nothing; see list")] if broken else []),
         ("next run", "declared in advance" if state.is_open else "may be chosen from outcomes of earlier runs"),
         ("data", items if state.data else "not bound yet: the first run binds them"),
     ]
@@ -84,8 +86,10 @@ def list_runs(file: File, as_json: AsJson = False) -> None:
     runs, lines = [], []
     for run in state_in(file).runs:
         how = "declared in advance" if run.share is None else f"{round_up(100 * run.share, 2)} % of the budget"
-        lines.append((run.run, f"{run.status}, {how}, {run.date}: {run.what}"))
+        warning = f"; {run.warning}" if run.warning else ""
+        lines.append((run.run, f"{run.status}, {how}, {run.date}: {run.what}{warning}"))
         known = {name: getattr(run, name) for name in ("run", "what", "ledger", "date", "status", "share", "reason")}
+        known |= {"warning": run.warning} if run.warning else {}
         runs.append({**known, "releases": releases_to_json(run.releases)})
     print_result({"runs": runs}, lines, as_json)
 

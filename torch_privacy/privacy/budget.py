@@ -199,7 +199,10 @@ class DataBudget(Budget):
         return largest_number(excess, most)
 
     def spent(self, releases: Releases = ()) -> Bracket[float]:
-        """Returns bounds on ε of all runs at the budget's δ, with a further run of these releases; the lower is 0."""
+        """Returns bounds on ε of all runs at the budget's δ, with a further run of these releases; the lower is 0.
+
+        A run with a ``warning`` (``state.runs``) is not private, and costs more than it has drawn.
+        """
         state = self.state
         found = self._checked(releases)
         return Bracket(0.0, (state.with_run(found) if found else state).epsilon_high)
@@ -288,7 +291,14 @@ class DataBudget(Budget):
         self._settle(run, releases, reason, fingerprints, ends_writer=releases is not None)
 
     def _settle(
-        self, run: str, releases: Releases | None, reason: str, fingerprints: Iterable[str], *, ends_writer: bool
+        self,
+        run: str,
+        releases: Releases | None,
+        reason: str,
+        fingerprints: Iterable[str],
+        warning: str = "",
+        *,
+        ends_writer: bool,
     ) -> None:
         with self._locked() as (file, state):
             known = self._known(state, run)
@@ -307,7 +317,9 @@ class DataBudget(Budget):
                 )
             if ends_writer and known.ledger is not None and os.path.lexists(known.ledger):
                 LedgerFile(known.ledger).lose("its run was settled")
+            warning = warning or _warning_in(known.ledger)
             line = {"settle": run, "releases": releases_to_json(made), "reason": reason, "date": now()}
+            line |= {"warning": warning} if warning else {}
             share = None if known.share is None else min(known.share, state.filter.share(made))
             append(file, {**line, "share": share, "fingerprints": list(fingerprints)})
 
@@ -403,7 +415,22 @@ class Reservation:
         if self.run:
             self.budget.begin(self.run)
 
-    def settle(self, releases: Releases | None = None, *, reason: str = "", fingerprints: Iterable[str] = ()) -> None:
-        """Ends the run; see `DataBudget.settle`."""
+    def settle(
+        self,
+        releases: Releases | None = None,
+        *,
+        reason: str = "",
+        fingerprints: Iterable[str] = (),
+        warning: str = "",
+    ) -> None:
+        """Ends the run; see `DataBudget.settle`. ``warning`` is why its releases are not private, if they are not."""
         if self.run:
-            self.budget._settle(self.run, releases, reason, fingerprints, ends_writer=False)
+            self.budget._settle(self.run, releases, reason, fingerprints, warning, ends_writer=False)
+
+
+def _warning_in(ledger: str | None) -> str:
+    """Returns why the releases in a run's ledger are not private, as far as there is a file that says so."""
+    try:
+        return "" if ledger is None else Ledger.read(ledger).warning
+    except (OSError, Refused):
+        return ""

@@ -62,6 +62,7 @@ LINES: Mapping[str, Any] = {  # by their first key
             "reason": TEXT,
             "date": TEXT,
             "fingerprints": {"type": "array", "items": TEXT},
+            "warning": TEXT,
         },
     },
 }
@@ -82,6 +83,7 @@ class BudgetRun:
         settled: what it has released, once it has ended.
         reason: why it ended before all was released.
         fingerprints: of its releases.
+        warning: why these are not private, whatever was drawn for them; "" if they are.
     """
 
     run: str
@@ -94,6 +96,7 @@ class BudgetRun:
     settled: list[tuple[Event, int]] | None = None
     reason: str = ""
     fingerprints: tuple[str, ...] = ()
+    warning: str = ""
 
     @property
     def releases(self) -> list[tuple[Event, int]]:
@@ -163,6 +166,7 @@ class BudgetState:
             "epsilon_drawn": self.epsilon_high,
             "num_runs": len(self.runs),
             "num_unsettled": sum(run.settled is None for run in self.runs),
+            **({"num_not_private": number} if (number := sum(bool(run.warning) for run in self.runs)) else {}),
         }
 
 
@@ -224,6 +228,7 @@ def _take(state: BudgetState, line: Line) -> None:
             "share": line["share"],
             "reason": line["reason"],
             "fingerprints": tuple(line["fingerprints"]),
+            "warning": line.get("warning", ""),
         }
     state.runs[place] = replace(run, **changed)
 

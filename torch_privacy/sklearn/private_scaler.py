@@ -141,7 +141,7 @@ class PrivateScaler(RemembersFits, OneToOneFeatureMixin, TransformerMixin, BaseE
         fit.end([(event, 1)], warning)
         scales, found, digest = self._learned(X, low, high, event.noise_multiplier)
         if reservation is not None:
-            reservation.settle(fingerprints=[digest])
+            reservation.settle(fingerprints=[digest], warning=warning or "")
         self.release_ = privacy.Release(event, digest, warning or "")
         self._keep(scales, found, low, high)
         fit.is_of_scaler(digest, digests(self._scaled(X)))

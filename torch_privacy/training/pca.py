@@ -179,7 +179,8 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         with ranks.together("PrivatePCA.fit, release"), _refusals(ranks):
             fitted = self._release(sums, event, k) if ranks.is_first else None
             if reservation is not None and fitted is not None:
-                reservation.settle(fingerprints=[fitted["release_"].fingerprint])
+                release = fitted["release_"]
+                reservation.settle(fingerprints=[release.fingerprint], warning=release.warning)
         vars(self).update(ranks.from_first(fitted))  # all at once: an interrupted fit keeps the earlier release
         return self
 

@@ -140,7 +140,8 @@ class Account:
         made = counted(reservation.budget.unknown(self._ledger.made))
         releases = made if reason or includes(made, drawn.reserved) else None  # else outcomes may have decided the stop
         own = self._ledger.releases[len(self._settings.prior_releases) :]
-        reservation.settle(releases, reason=reason, fingerprints=[release.fingerprint for release in own])
+        fingerprints, warning = [release.fingerprint for release in own], self._ledger.warning
+        reservation.settle(releases, reason=reason, fingerprints=fingerprints, warning=warning)
 
     def profile(self) -> privacy.Profile:
         """Returns the privacy profile of the releases so far."""

@@ -178,7 +178,7 @@ class WeightGuard:
     def __init__(self, trained: Callable[[], Mapping[str, Tensor]]):
         self._trained = trained
         self._marks: WeightMarks | None = None  # after the last update, or from the start of the loop
-        self._moved_otherwise = ""
+        self._moved_otherwise = self._warned_of = ""
         self._is_own_step = False
         self._leave: Callable[[], None] | None = None  # while a loop is running
 
@@ -210,6 +210,7 @@ class WeightGuard:
     def reset(self, moved_otherwise: str) -> None:
         """Forgets the weights, before others are loaded; ``moved_otherwise`` is what is known about earlier changes."""
         self._marks, self._moved_otherwise = None, moved_otherwise
+        self._warned_of = moved_otherwise
 
     def accept(self, moved_otherwise: str) -> None:
         """Takes the present weights for its own; ``moved_otherwise`` is what is known about earlier changes."""
@@ -238,13 +239,14 @@ class WeightGuard:
             self._moved_otherwise = f"first seen after step {step}, in {moved[0]!r}"
         return bool(moved)
 
-    def _warn_if_new(self, known: str) -> None:
-        if self._moved_otherwise and not known:
+    def _warn_if_new(self) -> None:
+        if self._moved_otherwise != self._warned_of:  # whoever has noted it
+            self._warned_of = self._moved_otherwise
             warn(MOVED_IN_LOOP.format(self._moved_otherwise))
 
     def _look(self, parameters: Mapping[str, Tensor], steps_made: int) -> WeightMarks:
         """Notes whether other code has moved the weights since the last update, and warns when it is first seen."""
-        marks, known = self._marks, self._moved_otherwise
+        marks = self._marks
         if marks is None or not marks.holds(parameters):
             self.moved_otherwise(steps_made)
             marks = self._marks = WeightMarks(parameters)
@@ -257,7 +259,7 @@ class WeightGuard:
             marks.renew()
         else:
             marks.renew_versions()
-        self._warn_if_new(known)
+        self._warn_if_new()
         return marks
 
     def update(
@@ -286,9 +288,8 @@ class WeightGuard:
             after()
         finally:
             if not marks.holds(parameters):
-                known = self._moved_otherwise
                 self._note(*marks.seen_late())  # what is not read yet would be lost with these marks
-                self._warn_if_new(known)
+                self._warn_if_new()
                 marks = WeightMarks(parameters)
             self._marks = marks
             marks.renew()

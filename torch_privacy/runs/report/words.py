@@ -159,9 +159,12 @@ def budget_in_words(budget: dict) -> str:
     """Returns the state of the budget of the data when the statement was made, in one line."""
     open_runs = budget["num_unsettled"]
     unsettled = f", of which {open_runs} had not ended" if open_runs else ""
+    number = budget.get("num_not_private", 0)
+    broken = f"; {number} of them said NOT PRIVATE, for which what was drawn says nothing" if number else ""
     return (
         f"epsilon {budget['epsilon']:g} at delta = {short(budget['delta'])} for all runs on these data together; "
         f"{budget['num_runs']} had drawn at most {round_up(budget['epsilon_drawn'])} when this one ended{unsettled}"
+        f"{broken}"
     )
 
 
