@@ -43,6 +43,16 @@ def test_dp_accounting_has_the_same_price(releases, delta):
     assert low * (1 - 1e-4) - 1e-6 <= accountant.get_epsilon(delta) <= high * (1 + 1e-3) + 1e-4
 
 
+@pytest.mark.parametrize("noise", [0.1, 0.05, 1e-3, 1e-6])
+def test_little_noise_has_a_finite_price_above_that_of_more_noise(noise):
+    """Losses beyond floating point; it ended in errors of numpy, or without memory."""
+    for steps in (1, 10):
+        high = privacy.compose([(T(noise, 0.01, 10_000, 130), steps)]).epsilon(1e-5).high
+        whole = privacy.compose([(privacy.Gaussian(noise / 4), steps)]).epsilon(1e-5)  # all that a cut can move
+        more = privacy.compose([(T(1.5 * noise, 0.01, 10_000, 130), steps)]).epsilon(1e-5)
+        assert more.low < high <= whole.high * (1 + 1e-6) < math.inf
+
+
 @pytest.mark.thorough
 def test_engines_agree():
     for releases in LISTS:

@@ -186,6 +186,8 @@ def _truncated_pair(event: "TruncatedGaussian") -> DominatingPair:
         return usual
     cut = float(scipy.stats.binom.sf(most, n, q))  # that a batch was cut
     drawn = min(1.0, cut * most / (n * full))  # that the example is in one that was cut
+    if 2 * shift > LARGEST_SHIFT:  # beyond floating point; whoever sees what was drawn sees two Gaussians 4 z apart
+        return SubsampledGaussianPair(4 * shift, 1.0)
     displaced = ReplaceOneGaussianPair(2 * shift, drawn)
     return displaced if full == 1 else EitherPair(usual, displaced, full)
 
@@ -199,7 +201,8 @@ class TruncatedGaussian(Event):
     joins a full batch displaces another one, and the sum changes by twice the sensitivity. With probability
     τ = P[Bin(n - 1, q) >= K] the pair is that of `SubsampledGaussian` under replace-one with noise σ/2 and probability
     ``P[Bin(n, q) > K] K / (n τ)``; else it is that of a Poisson sample. Where K is 5 standard deviations above q n,
-    the price is that of Poisson sampling to 0.1 %.
+    the price is that of Poisson sampling to 0.1 %. With noise below 0.1 it is that of the displaced example alone,
+    without sampling.
 
     Args:
         noise_multiplier: standard deviation of the noise divided by the sensitivity, in [1e-6, 1e6].
