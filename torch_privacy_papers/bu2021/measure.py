@@ -19,37 +19,40 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # set before the first profile;
 
 Step = Callable[[], object]
 
-WARM_UP = 2  # untimed steps of each contender; ours measures layouts in them
+WARM_UP = 2  # rounds that do not count; ours measures layouts in them, and rehearses what is called from a new line
+ROUNDS = 3  # that count, at least
 
 
 def seconds_by_turns(
     steps: Mapping[str, Step], budget: float, clock: Callable[[], float] = perf_counter
 ) -> dict[str, float]:
-    """Returns the median seconds of each step, measured alternately in at least three rounds.
+    """Returns the median seconds of each step, measured alternately.
 
     Args:
         steps: steps to compare, by name.
-        budget: seconds for all rounds together.
+        budget: seconds for all rounds together; the first two do not count, and at least three do.
         clock: ``time.process_time`` measures processor time, which other programs disturb less.
     """
-    for step in steps.values():
-        for _ in range(WARM_UP):
-            step()
     taken: dict[str, list[float]] = {name: [] for name in steps}
     end = perf_counter() + budget
-    while perf_counter() < end or min(map(len, taken.values())) < 3:
+    while perf_counter() < end or min(map(len, taken.values())) < WARM_UP + ROUNDS:
         for name, step in steps.items():
             start = clock()
             step()
             taken[name].append(clock() - start)
-    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+    return {name: statistics.median(seconds[WARM_UP:]) for name, seconds in taken.items()}
 
 
 def peak_bytes(step: Step) -> int:
     """Returns the peak of a step's memory beyond its start, in bytes requested from torch's CPU allocator.
 
-    The number is the same in every run, since it does not depend on malloc.
+    The number is the same in every run, since it does not depend on malloc. It is the median of five steps, as
+    batches differ in size and ours rehearses the first step, which is called from a new line, and takes more then.
     """
+    return statistics.median_low(_peak_of(step) for _ in range(5))
+
+
+def _peak_of(step: Step) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     events: list[Any] = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]

@@ -86,7 +86,7 @@ def multiple(problem: TimedProblem, *, at_once: bool = False) -> Step:
     def step() -> None:
         total = [torch.zeros_like(p) for p in parameters]
         for x, y in zip(*(part.split(size) for part in problem.batch()), strict=True):
-            with _without_warnings():  # by torch, about layers without a batching rule
+            with without_warnings():  # by torch, about layers without a batching rule
                 rows = vmapped_jacobian(model, cross_entropy, (x, y), chunk_size=len(x)).rows()
             norms = torch.stack([part.flatten(1).square().sum(1) for part in rows.values()]).sum(0).sqrt()
             c = clip_factors(norms, problem.clip_norm)
@@ -110,7 +110,7 @@ def outer_product(problem: TimedProblem) -> Step:
         raise MemoryError(f"{rows / 2**30:.0f} GiB of rows")
     engine, validators = import_module("opacus"), import_module("opacus.validators")
     model = validators.ModuleValidator.fix(plain)
-    with _without_warnings():  # that its noise is not secure
+    with without_warnings():  # that its noise is not secure
         private, optimizer, _ = engine.PrivacyEngine().make_private(
             module=model,
             optimizer=problem.new_optimizer(model),
@@ -123,7 +123,7 @@ def outer_product(problem: TimedProblem) -> Step:
     def step() -> None:
         x, y = problem.batch()
         optimizer.zero_grad()
-        with _without_warnings():  # by torch, about its hooks
+        with without_warnings():  # by torch, about its hooks
             F.cross_entropy(private(x), y).backward()
         optimizer.step()
 
@@ -131,7 +131,8 @@ def outer_product(problem: TimedProblem) -> Step:
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
+    """Hides the warnings of the block."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -62,8 +62,53 @@ def test_vanilla_is_timed_by_few_backwards():
 def test_contenders_take_turns():
     calls = []
     seconds = measure.seconds_by_turns({name: partial(calls.append, name) for name in "ab"}, budget=0.0)
-    assert calls == ["a", "a", "b", "b", "a", "b", "a", "b", "a", "b"]
+    assert calls == ["a", "b"] * 5
     assert set(seconds) == {"a", "b"}
+
+
+def batches_of_steps():
+    """Returns a private step, and the list to which it adds how many batches it took: more than one if rehearsed."""
+    task, taken = problem()[0], []
+    model = task.new_model()
+    training = tp.PrivateTraining(
+        model,
+        task.new_optimizer(model),
+        task.data,
+        expected_batch_size=N,
+        num_steps=1000,
+        clipping=tp.Flat(1.0),
+        noise_multiplier=1.0,
+    )
+    batches = iter(training)
+
+    def step():
+        taken.append(0)
+        made = training.step_count
+        while training.step_count == made:
+            x, y = next(batches)
+            training.step(nn.functional.cross_entropy(model(x), y, reduction="none"))
+            taken[-1] += 1
+
+    return step, taken
+
+
+def test_what_is_timed_is_no_rehearsed_step():
+    step, taken = batches_of_steps()
+    step()
+    assert measure.seconds_by_turns({"ours": step}, 0.0, clock=lambda: sum(taken)) == {"ours": 1}
+
+
+def test_peak_is_that_of_a_step_that_is_not_rehearsed(monkeypatch):
+    step, taken = batches_of_steps()
+    for _ in range(20):
+        step()
+    monkeypatch.setattr(measure, "_peak_of", lambda step: step() or taken[-1])
+    assert measure.peak_bytes(step) == 1
+
+
+def test_trainings_that_are_timed_by_turns_do_not_warn_of_each_other():
+    task, _ = problem()
+    assert {"non-private", "ours, exact"} <= set(jl.measure_steps(task, list(jl.METHODS)[:5], 0.0, quick=True)[0])
 
 
 def test_peak_is_what_a_step_holds_at_once():
