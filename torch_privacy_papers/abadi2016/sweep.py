@@ -31,7 +31,7 @@ from torch_privacy_papers.abadi2016.mnist import Settings
 
 EPSILON, NUM_EXAMPLES = 2.0, 60_000
 COLUMNS = {SCORE: ACCURACY_COLUMN, EXACT: PRIVACY_COLUMNS[EXACT]}
-NOTES = ("Each row is the reference with one setting replaced. TrainingRow ends before epsilon would exceed 2.",)
+NOTES = ("Each row is the reference with one setting replaced. Each ends before epsilon would exceed 2.",)
 
 
 DEFAULTS = replace(mnist.DEFAULTS, baseline=False)  # the reference

@@ -108,7 +108,7 @@ IMDB = ON_IMDB.study(
     "The vocabulary is taken from the training reviews without noise: epsilon does not cover it.",
     "Gradients become long under the noise: with exact norms the median of a batch is 2.3, 2.7 and 8.8 after 3, 6 and "
     "10 epochs, and a tenth are above 2.6, 226 and 679, at clip norm 1. Of a gradient of norm 8.8 exact norms leave "
-    "11 %, JL(1) 29 % on average; of one of norm 679, 0.15 and 0.87 %. So JL(1) has more signal under the same noise.",
+    "11 %, JL(1) 29 % on average; of one of norm 679, 0.15 and 0.89 %. So JL(1) has more signal under the same noise.",
     "The paper prints 83.2 % with JL(1) at a claimed epsilon of 21, which is above 10¹² in truth. Its learning rate, "
     "0.001, is low for exact norms: at 0.01, three epochs come within two points of what 20 reach.",
     "3 epochs at rate 0.01: other settings than the paper's, so that 30 projections train in less than an hour. They "
