@@ -115,7 +115,7 @@ CATALOG = (
     ),
     Experiment(
         "gdp-adult", GDP, "bu2020.adult:STUDY",
-        "Table 2", "income from census data: accuracy, against other methods", 15, 15, trains=True
+        "Table 2", "income from census data: accuracy, against other methods", 80, 15, trains=True
     ),
     Experiment(
         "gdp-imdb", GDP, "bu2020.imdb:STUDY",
@@ -173,7 +173,7 @@ CATALOG = (
     Experiment(
         "gep-mnist", GEP, "yu2021.mnist:STUDY",
         "Table 1, MNIST", "digits with noise on embedding and residual: accuracy at three epsilons",
-        1400, 90, "MNIST, CIFAR-100", trains=True,
+        20_000, 90, "MNIST, CIFAR-100", trains=True,
     ),
     Experiment(
         "gep-mnist-tuning", GEP, "yu2021.mnist:TUNING",
