@@ -10,6 +10,7 @@ import time
 import pytest
 
 from torch_privacy import privacy
+from torch_privacy.privacy import budget_file
 from torch_privacy.support.validate import Refused
 
 Gaussian = privacy.Gaussian
@@ -267,7 +268,7 @@ def test_torn_last_line_is_dropped_and_lost_line_is_noticed(tmp_path, budget):
 def test_state_is_read_without_writing_or_locking(budget):
     filled(budget)
     budget.path.chmod(0o444)
-    with budget._locked():  # another writer has it
+    with budget_file.locked(budget.path):  # another writer has it
         before = budget.path.read_bytes(), budget.path.stat().st_mtime_ns
         assert len(privacy.Budget.open(budget.path).state.runs) == 2
         assert budget.state.as_json()["num_unsettled"] == 1
@@ -306,9 +307,9 @@ def test_of_two_processes_that_want_the_rest_one_is_refused(tmp_path, budget, mo
 
 
 def test_waiting_writer_is_refused_in_the_end(budget, monkeypatch):
-    monkeypatch.setattr(privacy.budget, "PATIENCE", 0.05)
+    monkeypatch.setattr(budget_file, "PATIENCE", 0.05)
     start = time.monotonic()
-    with budget._locked(), pytest.raises(Refused, match="another process writes"):
+    with budget_file.locked(budget.path), pytest.raises(Refused, match="another process writes"):
         budget.reserve([(Gaussian(5.0), 1)], "a run")
     assert time.monotonic() - start < 5
     budget.reserve([(Gaussian(5.0), 1)], "a run")

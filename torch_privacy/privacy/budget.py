@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from .budget_file import (
     counted,
     create,
     includes,
+    locked,
     new_run,
     now,
     state_in,
@@ -33,8 +33,6 @@ from .events.base import Event, NeighboringRelation, check_relation, releases_to
 from .ledger import Ledger, Release
 from .ledger_file import LedgerFile
 from .rounding import round_up, short
-
-PATIENCE = 120.0  # seconds to wait for another process, which may be pricing a run
 
 Releases = Iterable[tuple[Event, int]]
 
@@ -233,7 +231,7 @@ class DataBudget(Budget):
                 reserved other releases before.
         """
         found, name = self._checked(releases), run or new_run()
-        with self._locked() as (file, state):
+        with locked(self.path) as (file, state):
             known = state.run(name)
             if known is None:
                 self._check_fits(state, found)
@@ -262,7 +260,7 @@ class DataBudget(Budget):
         """
         if found := self.state.data:
             return found
-        with self._locked() as (file, state):
+        with locked(self.path) as (file, state):
             if not state.data:
                 append(file, {"bind": dict(make())})
         return self.state.data
@@ -300,7 +298,7 @@ class DataBudget(Budget):
         *,
         ends_writer: bool,
     ) -> None:
-        with self._locked() as (file, state):
+        with locked(self.path) as (file, state):
             known = self._known(state, run)
             if known.settled is not None:
                 raise Refused(f"Budget: run {run} is settled already.")
@@ -333,21 +331,9 @@ class DataBudget(Budget):
             raise Refused(f"Budget: this is the ledger of run {ledger.run or '(none)'}, not of {run}.")
         self.settle(run, counted(self.unknown(ledger.made)), reason=reason)
 
-    @contextmanager
-    def _locked(self) -> Iterator[tuple[LedgerFile, BudgetState]]:
-        """Opens the file for this process alone; what was appended is on the disk at the end."""
-        file = LedgerFile(self.path, patience=PATIENCE)
-        try:
-            state = state_in(self.path, file)
-            file.mend()
-            yield file, state
-            file.sync()
-        finally:
-            file.lose("it was closed")
-
     def begin(self, run: str) -> None:
         """Notes that a run begins to read rows: runs reserved from now on may be chosen from its outcomes."""
-        with self._locked() as (file, state):
+        with locked(self.path) as (file, state):
             known = self._known(state, run)
             if known.settled is not None:
                 raise Refused(

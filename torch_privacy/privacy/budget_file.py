@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -22,6 +23,7 @@ from .gaussian_filter import GaussianFilter
 from .ledger import Release
 from .ledger_file import FORMAT, LedgerFile, Line
 
+PATIENCE = 120.0  # seconds to wait for another process, which may be pricing a run
 RUN_BYTES = 6  # of the name of a run
 Releases = Iterable[tuple[Event, int]]
 
@@ -195,6 +197,19 @@ def state_in(path: Path, file: LedgerFile | None = None) -> BudgetState:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise Refused(f"Budget: line {number} of {str(path)!r} cannot be read: {error}.") from error
     return state
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[tuple[LedgerFile, BudgetState]]:
+    """Opens the file for this process alone; what was appended is on the disk at the end."""
+    file = LedgerFile(path, patience=PATIENCE)
+    try:
+        state = state_in(path, file)
+        file.mend()
+        yield file, state
+        file.sync()
+    finally:
+        file.lose("it was closed")
 
 
 def _take(state: BudgetState, line: Line) -> None:

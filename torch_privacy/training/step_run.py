@@ -304,8 +304,7 @@ class StepRun:
 
     def _recorder(self, part: Part, turn: Turn) -> Recording | None:
         """Returns the recorder of a turn; None if only losses are compared."""
-        setup, state = self._setup, self._state
-        size = turn.count * setup.settings.views
+        setup, state, size = self._setup, self._state, turn.count * self._setup.settings.views
         if turn.take is not None:
             return setup.mechanism.exact_recorder(state.tensors, size) if turn.rows else None
         if not (turn.rows or turn.is_batch):
