@@ -41,7 +41,7 @@ Beginning = tuple[Path, str | None, dict[str, Any]]  # arguments of `runner.begi
 
 
 @dataclass(frozen=True)
-class Job:
+class RowJob:
     """One row for one seed, and its folder."""
 
     row: Row
@@ -174,26 +174,26 @@ class Reproduction:
         """Returns the selected rows."""
         return self.selection.of(self.study.rows(self.quick))
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[RowJob]:
         """Returns a job for every row and seed; a row that does not depend on the seed has one for the first seed."""
         inside = rows_folder(self.folder.path)
         return [
-            Job(row, seed, RunFolder(inside / folder_name(row.name, seed if row.seeded else None)))
+            RowJob(row, seed, RunFolder(inside / folder_name(row.name, seed if row.seeded else None)))
             for row in self.rows()
             for seed in (self.seeds if row.seeded else self.seeds[:1])
         ]
 
-    def unfinished(self) -> list[Job]:
+    def unfinished(self) -> list[RowJob]:
         """Returns the jobs without results."""
         return [job for job in self.jobs() if not job.folder.is_complete]
 
-    def training(self, job: Job) -> Run:
+    def training(self, job: RowJob) -> Run:
         """Starts or resumes the training of a job, in one process."""
         from torch_privacy.experiments.runner import begin
 
         return begin(*self.beginning(job))
 
-    def beginning(self, job: Job) -> Beginning:
+    def beginning(self, job: RowJob) -> Beginning:
         """Returns how the training of a job begins: folder, and experiment with settings, or None to resume it."""
         assert isinstance(job.row, TrainingRow)
         if job.folder.checkpoint.exists() or job.folder.former_checkpoint.exists():
@@ -209,7 +209,7 @@ class Reproduction:
             shutil.rmtree(job.folder.path)  # stopped before the first step
         return job.folder.path, self.experiment.name, self._settings_of(job)
 
-    def _settings_of(self, job: Job) -> dict[str, Any]:
+    def _settings_of(self, job: RowJob) -> dict[str, Any]:
         """Returns the settings of a job's training: seed, data folder, what depends on the data, and the row's own."""
         assert isinstance(job.row, TrainingRow)
         of_data = self.study.settings_of_data(self.data) if self.study.settings_of_data else {}
@@ -227,7 +227,7 @@ class Reproduction:
                         "this version of the experiment say. Start a new run."
                     )
 
-    def compute(self, job: Job) -> None:
+    def compute(self, job: RowJob) -> None:
         """Does a job that is a computation, and writes its numbers."""
         assert isinstance(job.row, Computation)
         start = perf_counter()
@@ -330,14 +330,14 @@ class Reproduction:
         return {**results, "notes": [*results["notes"], *find(results)]}
 
 
-def _check_result(job: Job, content: dict[str, Any]) -> None:
+def _check_result(job: RowJob, content: dict[str, Any]) -> None:
     """Raises a ``ValueError`` if the results are those of a row of another kind."""
     needed = ("numbers", "seconds") if isinstance(job.row, Computation) else ("privacy", "score", "seconds")
     if lacking := [key for key in needed if key not in content]:
         raise ValueError(f"{job.folder.results}: has no {', '.join(map(repr, lacking))}; the file is damaged.")
 
 
-def _of_job(job: Job, content: dict[str, Any]) -> dict[str, Any]:
+def _of_job(job: RowJob, content: dict[str, Any]) -> dict[str, Any]:
     """Returns the numbers and seconds of a job, from the files of its folder."""
     if isinstance(job.row, Computation):
         return {"numbers": content["numbers"], "seconds": content["seconds"]}

@@ -19,7 +19,7 @@ from torch_privacy.tables import Column, Schema
 from torch_privacy.tables.synthesis import GeneratorRun, SynthesisSettings, plan
 from torch_privacy.tables.synthesis.cells import BINS, ColumnGrid
 from torch_privacy.tables.synthesis.chain import Chain, marginal
-from torch_privacy.tables.synthesis.graph import Measured, Model, elimination
+from torch_privacy.tables.synthesis.graph import Model, NoisyCounts, elimination
 from torch_privacy.tables.synthesis.judge import judge
 from torch_privacy.tables.synthesis.marginals import Marginals, exponential_mechanism
 from torch_privacy.tables.synthesis.network import RowNetwork
@@ -71,7 +71,7 @@ def joint(model):
 def exact_marginals(rng, n=1000.0):
     truth = rng.dirichlet(np.ones(math.prod(SIZES))).reshape(SIZES)
     return [
-        Measured(c, n * truth.sum(tuple(set(range(4)) - set(c))), 1.0) for c in [*CLIQUES, *[(i,) for i in range(4)]]
+        NoisyCounts(c, n * truth.sum(tuple(set(range(4)) - set(c))), 1.0) for c in [*CLIQUES, *[(i,) for i in range(4)]]
     ]
 
 
@@ -97,7 +97,7 @@ def test_a_fitted_model_has_the_measured_marginals_and_nothing_else():
 
 
 def test_two_measurements_count_by_their_precision_and_an_unknown_total_is_estimated():
-    first, second = Measured((0,), np.array([300.0, 700.0]), 1.0), Measured((0,), np.array([400.0, 600.0]), 2.0)
+    first, second = NoisyCounts((0,), np.array([300.0, 700.0]), 1.0), NoisyCounts((0,), np.array([400.0, 600.0]), 2.0)
     model = Model((2,), [first, second]).fit(2000)
     assert model.total == pytest.approx(1000)
     chances = model.links()[0].chances

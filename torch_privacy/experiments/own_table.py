@@ -118,7 +118,7 @@ def complete(path: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "hidden_units": widths}
 
 
-class _Split(NamedTuple):
+class _SplitTable(NamedTuple):
     """The table, and which of its rows train and which test."""
 
     frame: DataFrame
@@ -128,11 +128,11 @@ class _Split(NamedTuple):
     test_rows: Any
 
     @staticmethod
-    def of(settings: TableSettings, path: Path) -> _Split:
+    def of(settings: TableSettings, path: Path) -> _SplitTable:
         frame = table_in(path)
         owners = owners_in(frame, settings.owner, path)
         rows = tables.split(len(frame), seed=settings.seed, share=settings.test_share, owners=owners)
-        return _Split(frame, digest_of(path), owners, *rows)
+        return _SplitTable(frame, digest_of(path), owners, *rows)
 
     @property
     def num_units(self) -> int:
@@ -163,7 +163,7 @@ def build_task(
             )
     path, ranks = Path(settings.file), Ranks.here("train")
     with ranks.together("reads the table"), needing_extra():
-        split = _Split.of(settings, path)
+        split = _SplitTable.of(settings, path)
         if released and released["digest"] != split.digest:
             raise ValueError(f"train: {path}: was changed since the run began. Restore it; another table is a new run.")
     owners = split.owners
@@ -176,7 +176,7 @@ def build_task(
 
 def _learnt_on_first(
     settings: TableSettings,
-    split: _Split,
+    split: _SplitTable,
     ranks: Ranks,
     new_ledger: Callable[..., privacy.Ledger] | None,
     draft: Draft | None,
@@ -198,7 +198,7 @@ def _learnt_on_first(
     return learnt
 
 
-def _task(settings: TableSettings, split: _Split, released: Mapping[str, Any], budget: Any) -> Task:
+def _task(settings: TableSettings, split: _SplitTable, released: Mapping[str, Any], budget: Any) -> Task:
     """Returns the training on a split table by a completed schema."""
     path, frame, n = Path(settings.file), split.frame, split.num_units
     schema = tables.Schema.from_toml(released["schema"])
@@ -265,7 +265,7 @@ def _private_settings(settings: TableSettings, released: Mapping[str, Any], budg
     return found
 
 
-def _owner_settings(settings: TableSettings, split: _Split) -> dict[str, Any]:
+def _owner_settings(settings: TableSettings, split: _SplitTable) -> dict[str, Any]:
     """Returns the arguments of `Examples` for rows that have owners."""
     if split.owners is None:
         return {}

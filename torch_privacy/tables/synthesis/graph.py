@@ -26,7 +26,7 @@ ENOUGH = 1e-5  # relative decrease of the loss in 20 iterations, from which on t
 
 
 @dataclass(frozen=True)
-class Measured:
+class NoisyCounts:
     """Noisy counts of the combinations of values of some columns, and the standard deviation of each."""
 
     columns: Columns
@@ -71,7 +71,7 @@ class Model:
     def __init__(
         self,
         sizes: Sequence[int],
-        measured: Sequence[Measured],
+        measured: Sequence[NoisyCounts],
         total: float | None = None,
         start: Mapping[Columns, Array] | None = None,
     ):
@@ -154,19 +154,19 @@ class Model:
         return {columns: _kept(groups[home], self._groups[home], columns) for columns, home in self._home.items()}
 
 
-def joined(measured: Sequence[Measured]) -> list[Measured]:
+def joined(measured: Sequence[NoisyCounts]) -> list[NoisyCounts]:
     """Returns one measurement for each set of columns: the mean of all of them, weighted by their precision."""
-    found: dict[Columns, Measured] = {}
+    found: dict[Columns, NoisyCounts] = {}
     for one in measured:
         if (other := found.get(one.columns)) is not None:
             first, second = other.stddev**-2, one.stddev**-2
             mean = (first * other.counts + second * one.counts) / (first + second)
-            one = Measured(one.columns, mean, (first + second) ** -0.5)
+            one = NoisyCounts(one.columns, mean, (first + second) ** -0.5)
         found[one.columns] = one
     return list(found.values())
 
 
-def _total(measured: Sequence[Measured]) -> float:
+def _total(measured: Sequence[NoisyCounts]) -> float:
     """Returns the number of rows, as the mean of all sums of counts, weighted by their precision."""
     weights = [1 / (one.counts.size * one.stddev**2) for one in measured]
     return sum(w * float(one.counts.sum()) for w, one in zip(weights, measured, strict=True)) / sum(weights)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...mechanisms.base import PRICED_ROUNDING
 from .cells import Codes
 from .chain import Chain, marginal
-from .graph import ITERATIONS, Array, Columns, Measured, Model, num_cells
+from .graph import ITERATIONS, Array, Columns, Model, NoisyCounts, num_cells
 from .plan import PlannedRelease
 
 MOST_CELLS = 200_000  # of the groups of a model
@@ -67,7 +67,7 @@ class Released:
         self.results: list[dict[str, Any]] = []
         self._merged: list[NDArray[np.int64]] = []
         self._within: list[Array] = []
-        self._measured: list[Measured] = []
+        self._measured: list[NoisyCounts] = []
         self._chosen: list[Columns] = []
         self._fractional: list[float] = []
         self._model: Model | None = None
@@ -91,7 +91,7 @@ class Released:
                 shape = tuple(sizes[column] for column in columns)
                 counts = values[start : start + math.prod(shape)].reshape(shape)
                 start += counts.size
-                self._measured.append(Measured(columns, counts, self.public.stddev(release, len(chosen))))
+                self._measured.append(NoisyCounts(columns, counts, self.public.stddev(release, len(chosen))))
         self.results.append(result)
 
     def _take_one_way(self, values: Array, release: PlannedRelease) -> None:
@@ -104,7 +104,7 @@ class Released:
             self._merged.append(merged)
             self._within.append(within)
             # the sum of m rare values has noise larger by √m, and is taken to be as certain as the others
-            self._measured.append(Measured((place,), np.bincount(merged, weights=counts).astype(float), stddev))
+            self._measured.append(NoisyCounts((place,), np.bincount(merged, weights=counts).astype(float), stddev))
 
     # Marginals of merged values
 
