@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 import io
+import logging
 import re
+import signal
 
 import pytest
 from rich.console import Console
 
 from torch_privacy import privacy
 from torch_privacy.cli import progress as module
+from torch_privacy.cli._shared import saying_preparations
+from torch_privacy.cli.signals import ONCE_MORE, DeferredSignals
+from torch_privacy.experiments.task import PREPARATION
 from torch_privacy.runs.metrics import Metrics, Progress
 
 
@@ -104,3 +109,20 @@ def test_a_cell_of_a_notebook_gets_lines_and_no_escape_codes(monkeypatch, capsys
     assert len(shown.splitlines()) == 2
     assert "\x1b" not in shown
     assert "\r" not in shown
+
+
+def test_the_first_signal_says_that_a_second_one_stops_at_once(capfd):
+    with pytest.raises(KeyboardInterrupt), DeferredSignals(ONCE_MORE) as signals:  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        assert capfd.readouterr().err == f"\n{ONCE_MORE}\n"
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_what_a_long_preparation_logs_is_said_once_and_nothing_afterwards(silent, capsys):
+    log = logging.getLogger(PREPARATION)
+    with saying_preparations(silent=silent):
+        log.info("features of %d of %d texts", 2500, 25000)
+    log.info("of others")
+    assert capsys.readouterr().err == ("" if silent else "features of 2500 of 25000 texts\n")

@@ -3,6 +3,7 @@
 
 import errno
 import json
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -128,6 +129,30 @@ def saying_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: say(f"torch-privacy: {' '.join(str(message).split())}")
         yield
+
+
+class _Saying(logging.Handler):
+    """Prints each record as a line on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+@contextmanager
+def saying_preparations(*, silent: bool) -> Iterator[None]:
+    """Prints what an experiment logs of a preparation that takes long, such as features of many texts."""
+    from torch_privacy.experiments.task import PREPARATION
+
+    log, handler = logging.getLogger(PREPARATION), _Saying(logging.INFO)
+    before = log.level
+    if not silent:
+        log.setLevel(logging.INFO)
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 def print_result(content: dict[str, Any], shown: list[tuple[str, str]] | RenderableType, as_json: bool) -> None:

@@ -25,9 +25,10 @@ from torch_privacy.cli._shared import (
     naming,
     print_result,
     say,
+    saying_preparations,
 )
 from torch_privacy.cli.processes import Processes, again, num_launched, to_resume
-from torch_privacy.cli.signals import DeferredSignals
+from torch_privacy.cli.signals import ONCE_MORE, DeferredSignals
 from torch_privacy.experiments import EXPERIMENTS
 from torch_privacy.runs.table import duration
 
@@ -156,13 +157,14 @@ def _reproduce_in(
     """Starts a run of an experiment, or resumes one if ``name`` is None, and finishes it unless a signal stops it."""
     # Set before torch is loaded: its profiler would warn about memory from before every measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with DeferredSignals() as signals:
+    with DeferredSignals(ONCE_MORE) as signals:
         from torch_privacy.cli.tables import results_view
         from torch_privacy_papers.reproduction import Reproduction
 
         silent, count = output.silent, num_launched()
         with (
             naming(folder, f"{again()} reproduce --resume"),
+            saying_preparations(silent=silent),
             closing(
                 Reproduction.resume(folder, num_processes=count)
                 if name is None

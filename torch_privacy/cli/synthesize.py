@@ -21,7 +21,7 @@ from torch_privacy.cli._shared import (
     say,
     saying_warnings,
 )
-from torch_privacy.cli.signals import DeferredSignals
+from torch_privacy.cli.signals import ONCE_MORE, DeferredSignals
 from torch_privacy.experiments.synthetic_table import SyntheticTableSettings
 
 Source = Annotated[
@@ -96,7 +96,7 @@ def synthesize(
         RunFolder(folder).check_new()
         job = synthetic_table.begin(folder, source, chosen)
     again = "torch-privacy synthesize --resume"
-    with DeferredSignals() as signals, naming(folder, again), saying_warnings():
+    with DeferredSignals(ONCE_MORE) as signals, naming(folder, again), saying_warnings():
         try:
             for made, of in job.run.steps():
                 if not output.silent and (made * 10 // of > (made - 1) * 10 // of):

@@ -17,11 +17,12 @@ from torch_privacy.cli._shared import (
     naming,
     print_result,
     say,
+    saying_preparations,
     saying_warnings,
 )
 from torch_privacy.cli.own_table import check_is_experiment, is_table, settings_of_table
 from torch_privacy.cli.processes import Processes, again, to_resume
-from torch_privacy.cli.signals import DeferredSignals
+from torch_privacy.cli.signals import ONCE_MORE, DeferredSignals
 from torch_privacy.experiments import OWN_TABLE, TRAININGS
 from torch_privacy.experiments.table_settings import TableSettings
 
@@ -111,7 +112,7 @@ def train_in(
 
     ``more`` is added to the results printed as JSON.
     """
-    with DeferredSignals() as signals:
+    with DeferredSignals(ONCE_MORE) as signals:
         from torch_privacy.cli.progress import run_to_end
         from torch_privacy.privacy.summary import privacy_lines
         from torch_privacy.runs.quality import warnings_of
@@ -119,7 +120,12 @@ def train_in(
         from torch_privacy.runs.table import score_lines
 
         resume = f"{again()} train --resume"
-        with naming(folder, resume), saying_warnings(), processes.open_run(folder, experiment, chosen) as job:
+        with (
+            naming(folder, resume),
+            saying_warnings(),
+            saying_preparations(silent=output.silent),
+            processes.open_run(folder, experiment, chosen) as job,
+        ):
             if not output.silent:
                 for note in (*job.task.notes, *job.task.exact):
                     say(note)

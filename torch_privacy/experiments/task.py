@@ -17,6 +17,7 @@ from torch_privacy.support.steps import steps_of
 NOISE_RANGE = 1e-3, 100.0  # beyond these, float32 noise or the accountant's lattice fails
 LARGEST_SCALE = 1e30  # float32 holds it, with room for the noise
 LARGEST_SEED = 2**63 - 1
+PREPARATION = "torch_privacy.preparation"  # logger of what a task does for minutes before its first step
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

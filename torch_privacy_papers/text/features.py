@@ -22,16 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_privacy.experiments.task import PREPARATION
 from torch_privacy.support.write_file import write_whole
 from torch_privacy.training.machine import number_of_threads
 from torch_privacy_papers.text.encoder import TextEncoder, shortened
 
 VARIABLE = "TORCH_PRIVACY_CACHE"
 PART = 250  # texts of a file: what is lost if the computation is killed
+SAID = 10  # files after which it is said how far the computation is
 LAYERS = 4  # of the encoder's six: the last two tell less about a text's tone, and cost time
 VERSION, VERSION_BELOW = f"words, layers, 1, {LAYERS}", "last inputs, 1"  # another one makes the files anew
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(PREPARATION)
 
 
 def cache_folder() -> Path:
@@ -76,11 +78,14 @@ def _from_disk(
     for number, part in enumerate(parts, 1):
         path = place / f"{_digest(version, encoder, part, length)}.safetensors"
         if not path.exists():
-            network = encoder.network() if network is None else network
+            if network is None:
+                network = encoder.network()
+                _log.info("computes features of %d texts, once; they are kept in %s", len(texts), place)
             with torch.no_grad(), number_of_threads(1):  # more change the rounding, and are no faster for one text
                 made = safetensors.torch.save({"features": torch.stack(list(computed(network, part, length)))})
             write_whole(path, lambda file, made=made: file.write(made))
-            _log.info("features of %d of %d parts of the texts", number, len(parts))
+            if not number % SAID:
+                _log.info("features of %d of %d texts", number * PART, len(texts))
         found.append(safetensors.torch.load_file(path)["features"])
     return torch.cat(found)
 

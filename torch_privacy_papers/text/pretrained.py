@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Adam
 
+from torch_privacy.experiments.task import PREPARATION
 from torch_privacy.support import random_state
 from torch_privacy.support.write_file import write_whole
 from torch_privacy.training.machine import number_of_threads
@@ -31,7 +32,7 @@ VERSION = 1  # of what is computed here; another one makes the file anew
 PARTS, BATCH_SIZE = 10, 64
 RATE = 3e-3  # of Adam; it falls to a tenth
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(PREPARATION)
 
 
 def pretrained(texts: Sequence[str], length: int, size: int) -> LanguageModel:

@@ -2,6 +2,7 @@
 """Fine-tuning of a tiny random encoder on made-up reviews: what is computed, what is trained, what is kept."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -250,6 +251,12 @@ def test_run_states_its_method_and_files_and_is_audited_with_its_own_settings(sm
     experiment, settings = subject_of(str(path))
     assert experiment == "text-imdb"
     assert {name: settings[name] for name in ("method", "length")} == {"method": "lora", "length": 64}
+
+
+def test_features_that_take_long_are_announced(small_imdb, tmp_path, capsys):
+    arguments = ["--method", "linear", "--epsilon", "2", "--epochs", "1", "--batch-size", "20", "--delta", "1e-3"]
+    assert command(["train", "text-imdb", *arguments, "--run", str(tmp_path / "run")]) == 0
+    assert re.search(r"^computes features of \d+ texts, once; they are kept in ", capsys.readouterr().err, re.MULTILINE)
 
 
 def test_settings_are_refused_before_features_are_made(small_imdb, monkeypatch):
