@@ -112,3 +112,19 @@ def test_the_epsilon_that_is_printed_is_never_rounded_down(folder, capsys):
     made = ["--epsilon", epsilon, "--generator", "mst", "--schema", "schema.toml", "--no-page", "--run", "r"]
     assert run(["synthesize", "people.csv", *made, "--rows", "5", "--out", "r/fake.csv"]) == 0
     assert "at most 1.235, for any number of rows" in capsys.readouterr().out
+
+
+def test_what_cannot_be_learnt_is_refused_with_its_price_its_ledger_and_the_lines_to_write(folder, capsys):
+    (folder / "same.csv").write_text("age,income\n" + "".join(f"{k % 70},high\n" for k in range(900)))
+    assert run(["synthesize", "same.csv", "--epsilon", "3", "--target", "income", "--run", "r"]) == 2
+    error = capsys.readouterr().err
+    assert "Write into a schema: [columns.income]" in error
+    assert "r/ledger.jsonl has what was released" in error
+    assert run(["synthesize", "--resume", "r"]) == 2
+    assert "ended here before its first step" in capsys.readouterr().err
+
+
+def test_a_column_that_the_schema_lacks_is_named_with_the_schemas_file(folder, capsys):
+    pd.read_csv("people.csv").assign(town="Bern").to_csv("more.csv", index=False)
+    assert run(["train", "more.csv", "--epsilon", "3", "--schema", "schema.toml", "--target", "income"]) == 2
+    assert "schema.toml: [columns.town] with kind" in capsys.readouterr().err

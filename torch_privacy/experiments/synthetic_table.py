@@ -99,6 +99,7 @@ def resume(folder: Path) -> Job:
     from torch_privacy.tables.synthesis.run import EXPERIMENT
 
     found = RunFolder(folder)
+    found.check_begun()
     if not found.settings.is_file():
         raise ValueError(f"{WHERE}: {folder}: is not a run folder (it has no settings.json).")
     settings = found.with_paths(found.read_settings())

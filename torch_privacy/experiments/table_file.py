@@ -58,7 +58,7 @@ def declared(path: Path, target: str, file: str | None, owner: str | None, where
                 )
             columns[place] = tables.Column(owner, "ignored", reason="left out by the command")  # as in the template
     schema = schema.with_columns(columns, schema.task)
-    schema.check_frame(table_in(path), str(path))
+    schema.check_frame(table_in(path), str(path), declared_in=file)
     return schema
 
 

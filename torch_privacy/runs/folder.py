@@ -33,7 +33,7 @@ class RunFolder(FolderReader):
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path}: is not a folder. Name a new folder for this run.")
         if self.path.exists() and any(path != self._lock.file for path in self.path.iterdir()):
-            self._check_begun()
+            self.check_begun()
             raise ValueError(
                 f"{self.path}: is not empty. Name a new folder, or continue an unfinished run with --resume."
             )
@@ -75,7 +75,7 @@ class RunFolder(FolderReader):
     def check_resumable(self) -> None:
         """Raises a ``ValueError`` unless the folder holds an unfinished run that can be resumed."""
         if not self.settings.is_file():
-            self._check_begun()
+            self.check_begun()
             raise ValueError(
                 f"{self.path}: is not a run folder (it has no settings.json). Name one that train has made."
             )
@@ -88,7 +88,7 @@ class RunFolder(FolderReader):
         if not self.checkpoint.is_file():
             raise ValueError(f"{self.path}: has no {self.checkpoint.name}, so it cannot be resumed. Start a new run.")
 
-    def _check_begun(self) -> None:
+    def check_begun(self) -> None:
         """Refuses a folder with the ledger of a run that ended, or still is, before its first step."""
         if self.ledger.is_file() and not self.settings.exists():
             raise ValueError(

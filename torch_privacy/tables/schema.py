@@ -243,23 +243,27 @@ class Schema:
         """Returns the schema with other columns and another task."""
         return replace(self, columns=tuple(columns), task=task)
 
-    def check_frame(self, frame: DataFrame, where: str, *, with_target: bool = True) -> None:
+    def check_frame(
+        self, frame: DataFrame, where: str, *, with_target: bool = True, declared_in: str | None = None
+    ) -> None:
         """Raises a ``ValueError`` of one sentence unless the table has the schema's columns.
 
-        A table to predict (``with_target=False``) needs the features alone, and may have more columns.
+        A table to predict (``with_target=False``) needs the features alone, and may have more columns. The sentence
+        names the schema's file, ``declared_in``.
         """
         have = [str(name) for name in frame.columns]
         needed = [column.name for column in (self.columns if with_target else self.features)]
         if lacking := [name for name in needed if name not in have]:
             raise ValueError(
                 f"{where}: lacks the {_plural(lacking)} {quoted(lacking, at_most=5)} of the schema"
-                f"{_did_you_mean(lacking[0], have)}."
+                f"{'' if declared_in is None else f' in {declared_in}'}{_did_you_mean(lacking[0], have)}."
             )
         known = {column.name for column in self.columns}
         if with_target and (unknown := [name for name in have if name not in known]):
+            file = "" if declared_in is None else f"to {declared_in}: "
             raise ValueError(
                 f"{where}: the schema does not name the {_plural(unknown)} {quoted(unknown, at_most=5)}. Add "
-                f'[columns.{toml_key(unknown[0])}] with kind = "ignored" or another kind.'
+                f'{file}[columns.{toml_key(unknown[0])}] with kind = "ignored" or another kind.'
             )
 
     def _check_column(self, column: Column) -> None:

@@ -104,7 +104,11 @@ class SourceRows:
             )
         except TableError as error:
             spent = ledger.profile().epsilon_high(settings.delta) if len(ledger) else 0.0
-            raise ValueError(f"{str(error).rstrip('.')}. To learn this has cost epsilon {round_up(spent)}.") from None
+            lines = f"Write into a schema: {error.lines}. " if error.lines else ""
+            raise ValueError(
+                f"{str(error).rstrip('.')}. {lines}To learn this has cost epsilon {round_up(spent)}. {ledger.path} has "
+                "what was released; another try costs as much again, and the epsilons add up."
+            ) from None
         return {
             "schema": learnt.schema.to_toml(),
             "events": [privacy.event_to_dict(event_of(release)) for release in learnt.releases],
