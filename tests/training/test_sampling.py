@@ -2,6 +2,7 @@
 """How batches are drawn: balls and bins, truncated samples, what they cost, and what is taken by default."""
 
 import copy
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -170,6 +171,45 @@ def test_under_new_keys_the_epoch_is_paid_again(monkeypatch, stop):
     third = made(target_epsilon=20.0)
     third.load_state_dict(copy.deepcopy(kept))
     assert third.spent() == again.spent()
+
+
+@pytest.mark.parametrize(
+    ("given", "stop"),
+    [({"noise_multiplier": 1.0}, 11), ({"target_epsilon": 20.0}, 11), ({"noise_multiplier": 1.0}, 13)],
+)
+def test_every_epoch_drawn_is_paid_where_steps_of_other_keys_are_skipped(monkeypatch, tmp_path, given, stop):
+    drawn = set()
+
+    def going_on(state=None, replay=None):
+        monkeypatch.setattr(release, "_RELEASED", {})
+        training = training_of(
+            delta=DELTA,
+            sampling=tp.BallsAndBins(),
+            num_steps=20,
+            run_folder=tmp_path / "run",
+            **{"noise_multiplier": None} | given,
+        )
+        if state is not None:
+            training.load_state_dict(copy.deepcopy(state), replay)
+        return training
+
+    def go(training, steps=None, losses=cross_entropy):
+        start = training.step_count
+        train(training, steps, losses)
+        key = training.state_dict()["sampler_key"]
+        drawn.update((key, step // 5) for step in range(start, training.step_count))
+
+    first = going_on()
+    go(first, 5)
+    state = first.state_dict()
+    go(first, 7)
+    with pytest.warns(UserWarning, match="did not repeat bit for bit"):
+        go(going_on(state, "exact"), stop, lambda model, x, y: 2 * cross_entropy(model, x, y))
+    with pytest.warns(UserWarning, match="not repeated"):
+        last = going_on(state, "skip")
+    go(last)
+    assert sum(count for event, count in last.ledger.events if isinstance(event, privacy.BallsAndBins)) == len(drawn)
+    assert last.spent(DELTA).epsilon.high <= given.get("target_epsilon", math.inf)
 
 
 OF_BINS = case(**BINS)

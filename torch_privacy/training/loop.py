@@ -549,7 +549,8 @@ class PrivateTraining(Reporting):
         - ``replay="skip"`` goes on with the first step that was not released. The skipped steps stay paid, and their
           updates are lost. Nothing has to repeat, so that the training may go on with other ranks. If the ledger is
           not on disk, or was lost, it is unknown which steps were released after the state was saved; they would be
-          missing from epsilon. The training then goes on with new keys, so that no noise is used twice.
+          missing from epsilon. The training then goes on with new keys, so that no noise is used twice. So it does
+          where other keys may have begun the epoch of balls and bins since, and pays for another epoch.
 
         By default "exact", and "skip" if the weights are placed otherwise (another number of ranks, another mesh): sums
         over other parts of a batch are rounded otherwise.

@@ -140,8 +140,9 @@ class Resuming:
         if replay is None:
             replay = "exact" if saved.get("placement", Whole.in_words) == setup.placement.in_words else "skip"
         if replay == "skip":
+            first = state.step
             self._skip_released()
-            if known < len(saved["ledger"]["releases"]):
+            if known < len(saved["ledger"]["releases"]) or self._may_lack_start(first):
                 state.use(self.new_releases(since=state.step, num_lost=num_lost), setup.account)
 
     def _trained(self, *, is_between_steps: bool) -> Mapping[str, Tensor]:
@@ -181,6 +182,24 @@ class Resuming:
                 f"{released} of {setup.settings.num_steps}."
             )
             state.step = released
+
+    def _may_lack_start(self, first: int) -> bool:
+        """True if the steps skipped from ``first`` on may be those of other keys, so that these lack an epoch's start.
+
+        A run since the state may have taken new keys, and begun an epoch or a group of its own: that price is for its
+        batches, and not for those of these keys in the same epoch.
+        """
+        setup, state = self._setup, self._state
+        releases, made = state.releases, setup.ledger.made
+        plan, step = releases.plan, state.step
+
+        def may_begin(skipped: int) -> bool:
+            number = releases.number(skipped)
+            event = made[number].event
+            return event != plan.at(skipped) or event == plan.begun_anew(skipped, number).at(skipped)
+
+        goes_on = step < setup.settings.num_steps and plan.begun_anew(step, releases.number(step)) is not plan
+        return goes_on and any(map(may_begin, range(first + 1, step)))
 
     def match_threads(self) -> None:
         """Sets torch's number of threads to the recorded one while steps are repeated, and back afterwards."""

@@ -74,6 +74,7 @@ class Account:
         shows_owners: bool = False,
     ):
         self._settings, self._plan, self._ledger, self._ranks = settings, plan, ledger, ranks
+        self._at_first = plan
         self._reservation, self._is_settled = reservation, False
         self._shows_owners = shows_owners
         self.steps_allowed = self._steps_allowed(0)
@@ -93,7 +94,8 @@ class Account:
         """Returns the total number of steps, as planned or as the budget allows."""
         settings, num_steps = self._settings, self._settings.num_steps
         limits: list[Any] = [limit for limit in (self._reservation or settings.budget,) if limit is not None]
-        if num_lost and settings.target_epsilon is not None and settings.delta is not None:
+        more = num_lost or self._plan.releases != self._at_first.releases  # than the noise was calibrated for
+        if more and settings.target_epsilon is not None and settings.delta is not None:
             limits.append(privacy.Budget(settings.target_epsilon, settings.delta))
         released = self._ledger.events
         made = sum(count for _, count in released) - len(settings.prior_releases) - num_lost
