@@ -311,7 +311,13 @@ REFUSED = {  # name -> (the same, what the refusal says)
         lambda: nn.Sequential(nn.Linear(6, 8), HeadNorm(2), nn.Linear(8, 3)),
         by({"0": ColwiseParallel(), "2": RowwiseParallel()}),
         vectors,
-        "other norms on each",
+        "'1.scale' have other norms on each",
+    ),
+    "norm of heads beside longer rows": (
+        lambda: nn.Sequential(nn.Linear(6, 8), HeadNorm(2), nn.Linear(8, 3), nn.Linear(3, 200)),
+        by({"0": ColwiseParallel(), "2": RowwiseParallel()}),
+        vectors,
+        "'1.scale' have other norms on each",
     ),
 }
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -63,23 +64,26 @@ class ModelRanks:
         return self.peers.sum(inside, once=once)
 
     def check_equal(self, of: Callable[[set[str]], Tensor], names: set[str]) -> None:
-        """Raises unless the rows of replicated parameters have equal norms on all ranks, up to rounding.
+        """Raises unless the rows of each replicated parameter have equal norms on all ranks, up to rounding.
 
         These differ where the model itself computes on shards that torch sees as ordinary tensors, as a norm of each
         head does: then a rank has only a term of the row.
         """
         if self.peers.size == 1:
             return
-        names = names - self.sharded
-        mine = of(names).double().cpu() if names else torch.zeros(0, dtype=torch.float64, device="cpu")
-        first, *others = self.peers.gather(mine.sqrt())
-        largest = first.nan_to_num(0, 0, 0).max() if len(first) else 0.0
-        same = all(
-            torch.allclose(first, other, rtol=1e-2, atol=1e-4 * float(largest), equal_nan=True) for other in others
-        )
-        if not same:  # on all ranks alike
+        whole = sorted(names - self.sharded)
+        mine = [of({name}).double().cpu().sqrt() for name in whole]
+        first, *others = self.peers.gather(mine)
+        longest = torch.stack(first).nan_to_num(0, 0, 0).norm(dim=0).max() if whole else 0.0
+        alike = partial(torch.allclose, rtol=1e-2, atol=1e-4 * float(longest), equal_nan=True)
+        differing = [
+            name
+            for name, one, *rest in zip(whole, first, *others, strict=True)
+            if not all(alike(one, other) for other in rest)
+        ]
+        if differing:  # on all ranks alike
             raise Refused(
-                f"tape: the rows of the replicated parameters {listed(sorted(names))} have other norms on each "
+                f"tape: the rows of the replicated parameters {listed(differing)} have other norms on each "
                 "tensor-parallel rank: one of them is used on a part of each example only (a norm of every head, "
                 "activations sharded by position), or the losses differ. Freeze such a parameter, and compute the "
                 "same losses on all ranks."
