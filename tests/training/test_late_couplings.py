@@ -199,6 +199,7 @@ def test_a_refusal_without_a_release_before_changes_nothing():
         with pytest.raises(tp.Refused, match="depend"):
             run()
     assert str(training.spent()).startswith("epsilon")
+    assert "(nothing was released) after 0 of" in str(training.spent())
     assert training.statement()["private"]
 
 

@@ -221,6 +221,7 @@ class Profile:
         low, high = self.epsilon(delta)
         relation = self.neighboring_relation.words(unit or self.unit)
         context = "; ".join([f"{relation}, {self.sampler} sampling", *self.assumptions])
+        context = context if self.events else "nothing was released"  # which holds for all neighbors
         interval = f"[{_rounded(low, ROUND_FLOOR)}, {_rounded(high, ROUND_CEILING)}]"
         return f"epsilon in {interval} at delta = {short(delta)} ({context})"
 
