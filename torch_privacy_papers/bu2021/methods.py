@@ -11,6 +11,7 @@ from importlib import import_module
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_privacy as tp
 from torch_privacy.experiments.task import trainable
 from torch_privacy_papers.bu2021.measure import Step, memory_bytes
-from torch_privacy_papers.bu2021.vmapped import vmapped_jacobian
 
 CHUNK_BYTES = 2**28  # of rows that vmap holds at once
 
@@ -86,8 +86,7 @@ def multiple(problem: TimedProblem, *, at_once: bool = False) -> Step:
     def step() -> None:
         total = [torch.zeros_like(p) for p in parameters]
         for x, y in zip(*(part.split(size) for part in problem.batch()), strict=True):
-            with without_warnings():  # by torch, about layers without a batching rule
-                rows = vmapped_jacobian(model, cross_entropy, (x, y), chunk_size=len(x)).rows()
+            rows = rows_by_vmap(model, x, y)
             norms = torch.stack([part.flatten(1).square().sum(1) for part in rows.values()]).sum(0).sqrt()
             c = clip_factors(norms, problem.clip_norm)
             for name, sum_ in zip(list(rows), total, strict=True):
@@ -95,6 +94,24 @@ def multiple(problem: TimedProblem, *, at_once: bool = False) -> Step:
         update(problem, optimizer, parameters, total)
 
     return step
+
+
+def rows_by_vmap(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Returns the per-example gradients by ``torch.func``, name -> (n, *shape).
+
+    Raises:
+        Refused: vmap cannot follow the model, or memory does not suffice.
+    """
+
+    def loss(trained: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(model, trained, (x[None],)), y[None])
+
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    try:
+        with without_warnings():  # by torch, about layers without a batching rule
+            return vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")(trained, x, y)
+    except RuntimeError as error:
+        raise tp.Refused(f"vmap: {str(error).splitlines()[0]}") from error
 
 
 def outer_product(problem: TimedProblem) -> Step:
@@ -163,12 +180,6 @@ def ours(projections: int, problem: TimedProblem, method: str | None = None) -> 
             training.step(F.cross_entropy(model(x), y, reduction="none"))
 
     return step
-
-
-def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Returns the losses (n,), with the signature that `vmapped_jacobian` needs."""
-    x, y = batch
-    return F.cross_entropy(model(x), y, reduction="none")
 
 
 def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
