@@ -22,7 +22,7 @@ from torch_privacy.tables.synthesis.chain import Chain, marginal
 from torch_privacy.tables.synthesis.graph import Model, NoisyCounts, elimination
 from torch_privacy.tables.synthesis.judge import judge
 from torch_privacy.tables.synthesis.marginals import Marginals, exponential_mechanism
-from torch_privacy.tables.synthesis.network import RowNetwork
+from torch_privacy.tables.synthesis.network import RARE, RowNetwork
 from torch_privacy.tables.synthesis.released import PublicSetup
 
 SIZES = (2, 3, 2, 4)
@@ -386,6 +386,16 @@ def test_the_probabilities_of_all_rows_add_up_to_one():
     assert chances.sum() == pytest.approx(1, abs=1e-5)
     drawn = marginal(network.draw(100_000, np.random.default_rng(0)), (0, 1, 2), (2, 3, 2)).ravel() / 100_000
     assert np.abs(drawn - chances).max() < 6 * math.sqrt(0.25 / 100_000)
+
+
+def test_missing_and_unnamed_cells_are_rare_before_the_first_step():
+    grid = ColumnGrid(SCHEMA)
+    network = RowNetwork(grid.sizes, range(len(grid.sizes)), grid.rare)
+    drawn = network.draw(4000, np.random.default_rng(0))
+    for codes, rare, size in zip(drawn.T, grid.rare, grid.sizes, strict=True):
+        shares = np.bincount(codes, minlength=size) / len(codes)
+        chances = np.exp([RARE] * rare + [0.0] * (size - rare))
+        assert np.abs(shares - chances / chances.sum()).max() < 5 * math.sqrt(0.25 / len(codes))
 
 
 def test_real_rows_are_judged_to_be_like_themselves_and_lost_categories_are_named():

@@ -71,6 +71,11 @@ class ColumnGrid:
         )
 
     @property
+    def rare(self) -> tuple[int, ...]:
+        """Returns how many values of each column are of no kind: a missing cell, and "other"."""
+        return tuple(FIRST_CODE if column.kind == "category" else 1 for column in self.columns)
+
+    @property
     def numeric(self) -> tuple[int, ...]:
         """Returns the places of the numbers, dates left out."""
         return tuple(place for place, column in enumerate(self.columns) if column.kind == "number")

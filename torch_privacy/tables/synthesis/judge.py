@@ -236,7 +236,7 @@ OF_OWNER = "The audit spends the epsilon once more, on the same rows: its number
 def _audit_of_network(run: GeneratorRun, canaries: Codes, significance: float) -> Audit:
     def train(dataset: Any) -> PrivateTraining:
         settings = {"seed": run.settings.seed, "noise_multiplier": run.scale, "data": dataset}
-        made = NetworkTraining(run.codes, run.grid.sizes, run.order, run.plan.training, **settings)
+        made = NetworkTraining(run.codes, run.grid, run.order, run.plan.training, **settings)
         for (codes,) in made.training:  # an audit observes the batches of this loop alone
             made.training.step(made.network(codes))
         return made.training

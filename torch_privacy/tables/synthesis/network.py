@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from .cells import Codes
 
 EMBEDDING, HIDDEN = 8, 64
+RARE = -4.0  # first logit of values that are rare in most tables; that of the others is 0
 ROWS_AT_ONCE = 4096
 
 
@@ -20,16 +21,18 @@ class RowNetwork(nn.Module):
     """Gives each value of a row a probability, given the values of the columns before it.
 
     ``log p(row) = Σⱼ log softmax(headⱼ(embedding[code₁], ..., embedding[codeⱼ₋₁]))[codeⱼ]``; a head is a perceptron
-    with one hidden layer, and its last layer begins at zero: then all values of a column are equally likely.
+    with one hidden layer, and its last layer begins at zero: then all values of a column are equally likely, but the
+    first ``rare`` ones, with e⁻⁴ of that.
 
     Args:
         sizes: number of values of each column.
         order: places of the columns, in the order in which they are drawn.
+        rare: how many of each column's values are rare, from the first: a missing cell, and one that no category names.
 
     Shapes: codes int64 (n, k); the output, minus log p of each row, (n,).
     """
 
-    def __init__(self, sizes: Sequence[int], order: Sequence[int]):
+    def __init__(self, sizes: Sequence[int], order: Sequence[int], rare: Sequence[int] = ()):
         super().__init__()
         self.sizes, self.order = tuple(sizes), tuple(order)
         self.register_buffer("starts", torch.tensor([0, *sizes]).cumsum(0)[:-1], persistent=False)
@@ -43,6 +46,10 @@ class RowNetwork(nn.Module):
         )
         for parameter in [self.first.weight, *(p for head in self.heads for p in head[2].parameters())]:  # type: ignore
             nn.init.zeros_(parameter)
+        with torch.no_grad():
+            for place, column in enumerate(self.order) if rare else ():
+                logits = self.heads[place - 1][2].bias if place else self.first.weight[0]  # type: ignore[index]
+                logits[: rare[column]] = RARE
 
     def forward(self, codes: Tensor) -> Tensor:
         embedded = self._embedded(codes)

@@ -17,7 +17,7 @@ from ...support import random_state
 from ...training import MovingAverage, PrivateTraining
 from ...training.sampling import Poisson
 from ..defaults import Defaults
-from .cells import Codes
+from .cells import Codes, ColumnGrid
 from .network import RowNetwork
 
 STEPS_BETWEEN = 25  # checkpoints
@@ -28,7 +28,8 @@ class NetworkTraining:
 
     Args:
         codes: int64 (n, k): the rows.
-        sizes, order: of the network.
+        grid: the values of each column.
+        order: of the columns, in the network.
         found: settings of the training.
         seed: of the first weights.
         noise_multiplier, delta: of the training.
@@ -42,7 +43,7 @@ class NetworkTraining:
     def __init__(
         self,
         codes: Codes,
-        sizes: Sequence[int],
+        grid: ColumnGrid,
         order: Sequence[int],
         found: Defaults,
         *,
@@ -55,7 +56,7 @@ class NetworkTraining:
         data: Any = None,
     ):
         with random_state.seeded(seed):
-            self.network = RowNetwork(sizes, order).float()
+            self.network = RowNetwork(grid.sizes, order, grid.rare).float()
         self._optimizer = found.new_optimizer(self.network)
         rows = TensorDataset(torch.from_numpy(codes))
         self.training = PrivateTraining(

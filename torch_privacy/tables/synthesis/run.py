@@ -208,7 +208,7 @@ class GeneratorRun:
         self._ledger.close()  # the training opens it
         self._network = NetworkTraining(
             self.codes,
-            self.grid.sizes,
+            self.grid,
             self.order,
             self.plan.training,
             seed=self.settings.seed,
