@@ -26,6 +26,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from trainings import private_training
 
 import torch_privacy as tp
+from torch_privacy.training.loop_suspects import is_count
 
 N, D = 60, 3
 STEPS = 14
@@ -898,6 +899,28 @@ def test_variables_are_put_back_when_the_loop_is_left_in_an_exchanged_turn(leave
     assert training.step_count == 1
     assert total == 1.5
     assert values == [0.0, 1.5]
+
+
+def test_a_counter_that_begins_anew_in_each_loop_ends_it_where_it_should():
+    def run(training, end):
+        count = 0
+        for x, y, _ in training:
+            count += training.step(errors(training.model, x, y))
+            if count == end:
+                break
+
+    training = training_of(network())
+    run(training, 3)
+    run(training, 2)  # which it was in the last rehearsal of the first loop
+    assert training.step_count == 5
+
+
+def test_a_count_begins_anew_at_one_number_alone():
+    first = [(1, 0, 0), (1, 1, 1), (1, 2, 2)]
+    assert is_count([*first, (2, 3, 3)])
+    assert is_count([*first, (2, 3, 0), (2, 4, 1), (3, 9, 0)])
+    assert not is_count([*first, (2, 3, 5), (2, 4, 6)])  # data may have chosen it
+    assert not is_count([*first, (2, 3, 0), (2, 4, 2)])
 
 
 def test_a_teacher_in_the_model_that_every_turn_moves_is_not_blamed_on_the_loop():

@@ -24,6 +24,7 @@ FEW_NUMBERS = 64  # numbers of each tensor that are compared after every step
 LONGEST_PERIOD = 16  # steps
 
 Verdict = bool | None  # True: it follows; False: it does not; None: not known yet
+Point = tuple[int, int, int]  # the loop, the step, and a number of the loop before it
 
 REFUSED = (
     "PrivateTraining: the losses depend on {}, which the loop changes between a batch and its step and keeps for later "
@@ -280,18 +281,23 @@ class Counts:
     """The whole numbers among the loop's variables, which may count its steps."""
 
     def __init__(self) -> None:
-        self._points: dict[tuple[str, str], list[tuple[int, int]]] = {}  # steps and numbers
+        self._points: dict[tuple[str, str], list[Point]] = {}
+        self._loop = 0
+
+    def begin_loop(self) -> None:
+        """Notes that another loop begins, in which counts may begin anew."""
+        self._loop += 1
 
     def note(self, variables: Mapping[tuple[str, str], Variable], step: int) -> None:
         """Notes the present numbers."""
         for key, variable in variables.items():
             value = variable.read()
             if isinstance(value, int):
-                self._points.setdefault(key, []).append((step, value))
+                self._points.setdefault(key, []).append((self._loop, step, value))
 
     def has(self, key: tuple[str, str], step: int, value: Any) -> bool:
         """True if this value, and those noted before, are a count of steps."""
-        return isinstance(value, int) and is_count([*self._points.get(key, []), (step, value)])
+        return isinstance(value, int) and is_count([*self._points.get(key, []), (self._loop, step, value)])
 
 
 def grouped(others: Sequence[tuple[Variable, Any]]) -> list[list[tuple[Variable, Any]]]:
@@ -302,9 +308,18 @@ def grouped(others: Sequence[tuple[Variable, Any]]) -> list[list[tuple[Variable,
     return [*groups.values()]
 
 
-def is_count(points: list[tuple[int, int]]) -> bool:
-    """True if whole numbers are an affine function of the step."""
-    (first, start), (last, end) = points[0], points[-1]
+def is_count(points: Sequence[Point]) -> bool:
+    """True if whole numbers are an affine function of the step, or of the step since their loop began."""
+    begun: dict[int, int] = {}
+    for loop, step, _ in points:
+        begun.setdefault(loop, step)
+    return any(
+        _is_affine([(step - since.get(loop, 0), value) for loop, step, value in points]) for since in ({}, begun)
+    )
+
+
+def _is_affine(points: Sequence[tuple[int, int]]) -> bool:
+    (first, start), (last, end) = min(points), max(points)
     if first == last:
         return False
     return all((value - start) * (last - first) == (end - start) * (step - first) for step, value in points)

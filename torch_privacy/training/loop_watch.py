@@ -175,6 +175,7 @@ class LoopWatch:
     def begin_loop(self) -> None:
         """Notes the steps of other optimizers from now on."""
         self.others.begin_loop()
+        self._counts.begin_loop()
 
     def end_loop(self) -> None:
         """Lets go of the frames of the loop."""
