@@ -146,16 +146,17 @@ class FixedDraws(TorchDispatchMode):
 
         At a level all of many are true if that is likely: else dropout would drop all, and nothing could be seen.
         """
-        found = self.quantiles(result) < p
+        found = self.quantiles(result, apart=False) < p
         is_mask = self._draws.rule is Rule.AT_LEVEL and result.numel() > self._drawn.count
         return found | torch.as_tensor(p >= 0.5) if is_mask else found
 
-    def quantiles(self, result: Tensor) -> Tensor:
+    def quantiles(self, result: Tensor, *, apart: bool = True) -> Tensor:
         """Returns numbers between 0 and 1 for the entries of a result, as floating-point numbers.
 
         Places in an example are those along all dimensions but the first, and but the second if it is as long as the
         batch. Entries that should be equal differ by what rounding explains, so that sorting them is a
-        permutation, too.
+        permutation, too. They are equal unless ``apart``: a mask or a whole number near a threshold must not depend on
+        the example's place in the batch.
         """
         dtype = torch.float64 if result.dtype == torch.float64 and result.device.type != "mps" else torch.float32
         draws, shape = self._draws, tuple(result.shape)
@@ -163,6 +164,8 @@ class FixedDraws(TorchDispatchMode):
         self._calls += 1
         spread = self._spread(shape, dtype, result.device, self._dimensions(shape))
         found = 0.001 + 0.998 * ((start + spread) % 1)
+        if not apart:
+            return found.expand(shape)
         first = self._spread(shape, dtype, result.device, [0])
         later = self._spread(shape, dtype, result.device, range(1, len(shape)))
         slight = 1e-10 if dtype == torch.float64 else 4e-6
@@ -203,9 +206,11 @@ def _normal_quantile(u: Tensor) -> Tensor:
     return math.sqrt(2) * torch.erfinv(0.96 * (2 * u - 1))
 
 
-def _by_quantile(value: Callable[[Tensor, Arguments], Tensor]) -> Callable[[FixedDraws, Tensor, Arguments], Tensor]:
-    """Returns the replacement for a function with independent entries."""
-    return lambda draws, result, given: result.copy_(value(draws.quantiles(result), given))
+def _by_quantile(
+    value: Callable[[Tensor, Arguments], Tensor], *, apart: bool = True
+) -> Callable[[FixedDraws, Tensor, Arguments], Tensor]:
+    """Returns the replacement for a function with independent entries; ``apart`` if they are no whole numbers."""
+    return lambda draws, result, given: result.copy_(value(draws.quantiles(result, apart=apart), given))
 
 
 def _whole_numbers(u: Tensor, given: Arguments) -> Tensor:
@@ -241,7 +246,8 @@ def _chosen(draws: FixedDraws, result: Tensor, given: Arguments) -> Tensor:
     weights = given["self"].detach()
     if given["replacement"] or result.shape[-1] == 1:
         sums = weights.double().cumsum(-1)
-        return result.copy_(torch.searchsorted(sums, draws.quantiles(result).double() * sums[..., -1:]))
+        chosen = draws.quantiles(result, apart=False).double()
+        return result.copy_(torch.searchsorted(sums, chosen * sums[..., -1:]))
     times = -draws.quantiles(weights).log() / weights
     return result.copy_(times.argsort(-1)[..., : result.shape[-1]])
 
@@ -254,13 +260,15 @@ def _dirichlet(draws: FixedDraws, result: Tensor, given: Arguments) -> Tensor:
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("rand", "rand_like"), _by_quantile(lambda u, _: u)),
     **dict.fromkeys(("randn", "randn_like"), _by_quantile(lambda u, _: _normal_quantile(u))),
-    **dict.fromkeys(("randint", "randint_like", "random_"), _by_quantile(_whole_numbers)),
+    **dict.fromkeys(("randint", "randint_like", "random_"), _by_quantile(_whole_numbers, apart=False)),
     "uniform_": _by_quantile(lambda u, a: a["from"] + (a["to"] - a["from"]) * u),
     **dict.fromkeys(("normal_", "normal"), _by_quantile(lambda u, a: a["mean"] + a["std"] * _normal_quantile(u))),
     "exponential_": _by_quantile(lambda u, a: -u.log() / a["lambd"]),
     **dict.fromkeys(("bernoulli_", "bernoulli"), _bernoulli),
-    "poisson": _by_quantile(lambda u, a: (a["self"] + a["self"].sqrt() * _normal_quantile(u)).round().clamp(min=0)),
-    "binomial": _by_quantile(_binomial),
+    "poisson": _by_quantile(
+        lambda u, a: (a["self"] + a["self"].sqrt() * _normal_quantile(u)).round().clamp(min=0), apart=False
+    ),
+    "binomial": _by_quantile(_binomial, apart=False),
     "_standard_gamma": _by_quantile(lambda u, a: _gamma(u, a["self"])),
     "_sample_dirichlet": _dirichlet,
     "multinomial": _chosen,

@@ -323,6 +323,25 @@ def test_a_permutation_moves_everything(length):
     assert torch.equal(order.sort().values, torch.arange(length))
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: F.dropout(x, 0.1),
+        lambda x: torch.bernoulli(0.9 * x),
+        lambda x: torch.randint(1000, x.shape),
+        lambda x: torch.poisson(100 * x),
+        lambda x: torch.multinomial(x[:, :, 0], 200, replacement=True),
+    ],
+    ids=["dropout", "bernoulli", "randint", "poisson", "multinomial"],
+)
+def test_whole_numbers_of_an_example_do_not_depend_on_its_place_in_the_batch(draw):
+    """Those near a threshold did: a batch without some examples then had other masks, and was refused."""
+    for key in range(20):
+        with drawing(RunDraws(Rule.BY_PLACE, key), 6):
+            found = draw(torch.ones(6, 200, 100, dtype=torch.float32))
+        assert torch.equal(found, found[:1].expand_as(found))
+
+
 @pytest.mark.parametrize("level", [0.02, 0.5, 0.98])
 def test_single_numbers_are_at_the_level(level):
     with drawing(RunDraws(Rule.AT_LEVEL, 7, level), 3):
