@@ -28,7 +28,7 @@ WIDTH = 4.7  # inches: text stays legible on a phone
 VARIED = "."  # settings of a sweep
 MARKS = {"GP": "^", "B-GEP": "v", "GEP": "o"}
 ASIDE = {MARKS["GP"]: 0.96, MARKS["GEP"]: 1.04}  # of epsilon: the marks of GP and GEP would hide each other
-FEATURES = {"scattering": "s", "convolutions": "^", "patches": "D"}
+FEATURES = {"scattering": "s", "convolutions": "^", "patches": "D", "made patches": "X"}
 PLACES = {  # side -> offset in points, alignments
     "above": ((0, 6), "center", "bottom"),
     "below": ((0, -7), "center", "top"),
