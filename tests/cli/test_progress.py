@@ -111,6 +111,15 @@ def test_a_cell_of_a_notebook_gets_lines_and_no_escape_codes(monkeypatch, capsys
     assert "\r" not in shown
 
 
+@pytest.fixture
+def interruptible():
+    """A process that a shell starts in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_the_first_signal_says_that_a_second_one_stops_at_once(capfd):
     with pytest.raises(KeyboardInterrupt), DeferredSignals(ONCE_MORE) as signals:  # noqa: PT012
         signal.raise_signal(signal.SIGINT)

@@ -104,7 +104,8 @@ def test_an_epsilon_that_does_not_hold_is_called_so(tmp_path):
     trainer = trainer_of(
         tmp_path / "out", bert(), encoded(), padding(), {"test_seed": None}, callbacks=callbacks, **LOGGED
     )
-    trainer.train()
+    with pytest.warns(UserWarning, match="say NOT PRIVATE"):  # also where a log has asked before
+        trainer.train()
     assert [sorted(name for name in logs if name.endswith("epsilon")) for logs in one.logs] == [
         ["epsilon"], *[["not_private/epsilon"]] * 3
     ]  # fmt: skip
