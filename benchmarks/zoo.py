@@ -1208,6 +1208,7 @@ COUPLED = {
     **dict.fromkeys(BATCH_NORM, "batch normalization"),
 }
 UNSUPPORTED = {  # or coupled only on some data
+    "TimeSformer": "an example takes its class token from a frame of another one: `embeddings[:batch_size]`",
     "Funnel": "pooling over positions includes the padding, which depends on the longest text",
     "NLLB-MoE": "in training an expert has a capacity for the tokens of the whole batch",
     "LoHa on Llama": "a custom autograd.Function of parameters",
