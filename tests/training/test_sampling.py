@@ -173,9 +173,16 @@ def test_under_new_keys_the_epoch_is_paid_again(monkeypatch, stop):
     assert third.spent() == again.spent()
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("given", "stop"),
-    [({"noise_multiplier": 1.0}, 11), ({"target_epsilon": 20.0}, 11), ({"noise_multiplier": 1.0}, 13)],
+    [
+        ({"noise_multiplier": 1.0}, 11),
+        ({"target_epsilon": 20.0}, 11),
+        ({"noise_multiplier": 1.0}, 13),
+        ({"target_epsilon": 20.0}, 13),  # the skipped steps end with an epoch
+        ({"noise_multiplier": 1.0}, 20),  # other keys have released more than all steps
+    ],
 )
 def test_every_epoch_drawn_is_paid_where_steps_of_other_keys_are_skipped(monkeypatch, tmp_path, given, stop):
     drawn = set()
@@ -210,6 +217,19 @@ def test_every_epoch_drawn_is_paid_where_steps_of_other_keys_are_skipped(monkeyp
     go(last)
     assert sum(count for event, count in last.ledger.events if isinstance(event, privacy.BallsAndBins)) == len(drawn)
     assert last.spent(DELTA).epsilon.high <= given.get("target_epsilon", math.inf)
+
+
+@pytest.mark.parametrize("given", [{"sampling": tp.BallsAndBins()}, {"noise_schedule": [1.0, 2.0] * 7}])
+def test_steps_that_are_yet_to_be_repeated_are_planned_once(given):
+    first, again = (training_of(num_steps=14, delta=DELTA, **given) for _ in range(2))
+    planned = first.spent().planned
+    train(first, steps=4)
+    state = first.state_dict()
+    train(first, steps=8)
+    again.load_state_dict(state | {"ledger": first.ledger.state_dict()})
+    assert again.step_count == 4
+    assert again.spent().planned == planned
+    assert again.spent().epsilon == first.spent().epsilon
 
 
 OF_BINS = case(**BINS)

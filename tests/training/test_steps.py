@@ -8,6 +8,7 @@ import torch
 from trainings import cross_entropy, network, train, training_of
 
 import torch_privacy as tp
+from torch_privacy.training import release
 from torch_privacy.training.release import Releases
 
 RARE = {"expected_batch_size": 0.8, "num_steps": 12, "performance": tp.Performance(microbatch_size=1)}
@@ -38,6 +39,25 @@ def test_going_on_before_the_step_is_made_is_refused():
         for _ in training.steps():
             pass
     assert training.step_count == 0
+
+
+def test_steps_end_where_new_keys_leave_none(monkeypatch):
+    settings = {"noise_multiplier": None, "target_epsilon": 3.0, "delta": 1e-3}
+    first, again = training_of(**settings), training_of(**settings)
+    train(first, steps=3)
+    state = first.state_dict()
+    train(first)
+    monkeypatch.setattr(release, "_RELEASED", {})
+    again.load_state_dict(state | {"ledger": first.ledger.state_dict()})  # with other weights
+
+    def go_on():
+        for batches in again.steps():
+            for x, y in batches:
+                again.step(cross_entropy(again.model, x, y))
+
+    with pytest.warns(UserWarning, match="3 of 6 steps are made"):
+        go_on()
+    assert (again.step_count, again.num_lost, len(again.ledger)) == (3, 3, 6)
 
 
 def test_loop_can_be_left_and_begun_anew():

@@ -325,7 +325,7 @@ class PrivateTraining(Reporting):
             while self.step_count < self._setup.account.steps_allowed:
                 step = self.step_count
                 yield self._batches_of_step(handed_out, step)
-                if self.step_count == step:
+                if self.step_count == step < self._setup.account.steps_allowed:  # new keys may leave fewer steps
                     raise Refused(
                         f"PrivateTraining.steps: step {step} was not made. Call training.step(losses) for every batch "
                         "of the inner loop, to its end, before the outer loop goes on."

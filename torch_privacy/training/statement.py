@@ -74,10 +74,10 @@ class Account:
         shows_owners: bool = False,
     ):
         self._settings, self._plan, self._ledger, self._ranks = settings, plan, ledger, ranks
-        self._at_first = plan
+        self._at_first, self._num_lost = plan, 0
         self._reservation, self._is_settled = reservation, False
         self._shows_owners = shows_owners
-        self.steps_allowed = self._steps_allowed(0)
+        self.steps_allowed = self._steps_allowed()
         self._planned: tuple[Any, privacy.Profile] | None = None
         if not self.steps_allowed:
             raise Refused(
@@ -87,18 +87,23 @@ class Account:
 
     def count_lost(self, num_lost: int, plan: StepPlan) -> None:
         """Counts the steps allowed by what is now planned, after releases that were not repeated."""
-        self._plan = plan
-        self.steps_allowed = self._steps_allowed(num_lost)
+        self._plan, self._num_lost = plan, num_lost
+        self.steps_allowed = self._steps_allowed()
 
-    def _steps_allowed(self, num_lost: int) -> int:
+    def _steps_released(self) -> int:
+        """Returns the number of steps in the ledger that were not lost; some may have to be repeated."""
+        number = sum(count for _, count in self._ledger.events)
+        return min(number - len(self._settings.prior_releases) - self._num_lost, self._settings.num_steps)
+
+    def _steps_allowed(self) -> int:
         """Returns the total number of steps, as planned or as the budget allows."""
         settings, num_steps = self._settings, self._settings.num_steps
         limits: list[Any] = [limit for limit in (self._reservation or settings.budget,) if limit is not None]
-        more = num_lost or self._plan.releases != self._at_first.releases  # than the noise was calibrated for
+        released, made = self._ledger.events, self._steps_released()
+        planned = StepPlan([*released, *self._plan.between(made, num_steps)]).releases
+        more = planned != StepPlan([*settings.prior_events, *self._at_first.releases]).releases
         if more and settings.target_epsilon is not None and settings.delta is not None:
-            limits.append(privacy.Budget(settings.target_epsilon, settings.delta))
-        released = self._ledger.events
-        made = sum(count for _, count in released) - len(settings.prior_releases) - num_lost
+            limits.append(privacy.Budget(settings.target_epsilon, settings.delta))  # the noise is for fewer releases
         begun = isinstance(self._plan.at(made), privacy.BandedGaussian) and made > 0  # a group may go on
         if self._plan.is_constant and not begun:
             left = [limit.remaining(self._plan.at(0), after=released, most=num_steps) for limit in limits]
@@ -164,7 +169,8 @@ class Account:
         return self._ledger.events if self._is_over(progress) else self._planned_releases(progress)
 
     def _planned_releases(self, progress: TrainingProgress) -> list[tuple[privacy.Event, int]]:
-        return StepPlan([*self._ledger.events, *self._plan.between(progress.steps_made, self.steps_allowed)]).releases
+        made = max(progress.steps_made, self._steps_released())
+        return StepPlan([*self._ledger.events, *self._plan.between(made, self.steps_allowed)]).releases
 
     def spent(
         self, progress: TrainingProgress, mechanism: Mechanism, delta: float, group_size: int | None = None
