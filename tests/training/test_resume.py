@@ -371,6 +371,17 @@ def test_one_noise_for_two_releases_of_one_process_is_refused():
     assert len(other.ledger) == 2
 
 
+@pytest.mark.parametrize("replay", ["exact", "skip"])
+def test_a_state_of_a_test_seed_is_not_private_in_any_training(tmp_path, replay):
+    fixed = training_of(run_folder=tmp_path)
+    train(fixed, steps=2)
+    fixed.ledger.close()
+    for settings in ({}, {"run_folder": tmp_path}):
+        training = secret_training(**settings)
+        training.load_state_dict(fixed.state_dict(), replay)
+        assert training.statement()["warning"] == fixed.statement()["warning"]
+
+
 def test_a_training_goes_on_in_its_own_process_only(monkeypatch):
     training, process = secret_training(), os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: process + 1)  # as after a fork

@@ -237,6 +237,11 @@ class Ledger:
         self._warning = self._ask() or self._warning
         return self._warning
 
+    @property
+    def noted_warning(self) -> str:
+        """Returns the same as far as it is known without asking the training, as from a file or a state."""
+        return self._warning
+
     def ask_with(self, why_not_private: Callable[[], str]) -> None:
         """Takes a function that returns the reason why the releases are not private, "" if they are.
 

@@ -298,7 +298,7 @@ class Account:
 
     def warning(self, progress: TrainingProgress) -> str | None:
         """Returns the reason if the training is not private."""
-        if self._settings.test_seed is not None:
+        if self._settings.test_seed is not None or self._ledger.noted_warning == NOT_PRIVATE:  # or of its state
             return NOT_PRIVATE
         if self._settings.not_for_release:
             return NOT_FOR_RELEASE
