@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import time
 
@@ -220,6 +221,51 @@ def test_run_is_settled_from_its_own_ledger_alone(tmp_path, budget):
     assert budget.state.runs[0].settled == [(Gaussian(5.0), 1)]
     with pytest.raises(Refused, match="has no run 'two'"):
         budget.settle("two")
+
+
+def begun_in(path, budget, run="one"):
+    """Returns the ledger of a run that has made one of four releases."""
+    budget.reserve([(Gaussian(5.0), 4)], "a run", run=run, ledger=path).begin()
+    ledger = privacy.Ledger(path, run=run)
+    ledger.record(Gaussian(5.0), 0, "a")
+    return ledger
+
+
+def test_run_goes_on_where_its_ledger_was_moved_and_not_in_a_copy(tmp_path, budget):
+    path, other = tmp_path / "1", tmp_path / "2"
+    begun_in(path, budget).close()
+    shutil.copy(path, other)
+    (tmp_path / "link").symlink_to(tmp_path)
+
+    def resume(ledger):
+        return budget.reserve([(Gaussian(5.0), 4)], "a run", run="one", ledger=ledger)
+
+    for same in (path, tmp_path / "link" / "1"):
+        resume(same).begin()
+    with pytest.raises(Refused, match="is a copy of it: both would draw what was reserved once"):
+        resume(other)
+    path.rename(tmp_path / "3")
+    begun_in(path, budget, run="another").close()  # at the place that the run has left
+    resume(tmp_path / "3").begin()
+
+
+def test_run_is_settled_from_a_moved_ledger_with_its_warning(tmp_path, budget):
+    ledger = begun_in(tmp_path / "1", budget)
+    ledger.ask_with(lambda: "NOT PRIVATE (a test)")
+    ledger.close()
+    (tmp_path / "1").rename(tmp_path / "2")
+    budget.settle_from("one", privacy.Ledger.read(tmp_path / "2"), reason="power failure")
+    assert budget.state.runs[0].warning == "NOT PRIVATE (a test)"
+
+
+def test_run_is_not_settled_from_an_older_copy_of_its_ledger(tmp_path, budget):
+    ledger = begun_in(tmp_path / "1", budget)
+    older = privacy.Ledger.read(tmp_path / "1")
+    ledger.record(Gaussian(5.0), 1, "b")
+    ledger.close()
+    with pytest.raises(Refused, match=r"has 2 releases in .*, and the ledger given has 1"):
+        budget.settle_from("one", older, reason="power failure")
+    assert budget.state.runs[0].settled is None
 
 
 def test_releases_of_settled_runs_are_known_by_event_and_fingerprint(budget):

@@ -228,7 +228,7 @@ class DataBudget(Budget):
 
         Raises:
             Refused: what is left of the budget does not suffice, an event has another unit or relation, or the run has
-                reserved other releases before.
+                reserved other releases before, or has its ledger in another file, of which this one is a copy.
         """
         found, name = self._checked(releases), run or new_run()
         with locked(self.path) as (file, state):
@@ -250,6 +250,8 @@ class DataBudget(Budget):
                     f"Budget: run {name} has reserved {known.reserved!r:.300} and would now release {found!r:.300}. "
                     "Resume it with the settings it began with, or begin a new run."
                 )
+            else:
+                _check_no_copy(known, ledger)
         return Reservation(self, name, tuple(found if known is None else known.reserved))
 
     def bind(self, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -297,6 +299,7 @@ class DataBudget(Budget):
         warning: str = "",
         *,
         ends_writer: bool,
+        ledger: Ledger | None = None,
     ) -> None:
         with locked(self.path) as (file, state):
             known = self._known(state, run)
@@ -315,7 +318,9 @@ class DataBudget(Budget):
                 )
             if ends_writer and known.ledger is not None and os.path.lexists(known.ledger):
                 LedgerFile(known.ledger).lose("its run was settled")
-            warning = warning or _warning_in(known.ledger)
+            if ledger is not None:
+                _check_complete(known, ledger)
+            warning = warning or _warning_of(known)
             line = {"settle": run, "releases": releases_to_json(made), "reason": reason, "date": now()}
             line |= {"warning": warning} if warning else {}
             share = None if known.share is None else min(known.share, state.filter.share(made))
@@ -325,11 +330,12 @@ class DataBudget(Budget):
         """Ends a run by what its ledger has; see `settle`.
 
         Raises:
-            Refused: the ledger is that of another run.
+            Refused: the ledger is that of another run, or lacks releases of this one.
         """
         if ledger.run != run:
             raise Refused(f"Budget: this is the ledger of run {ledger.run or '(none)'}, not of {run}.")
-        self.settle(run, counted(self.unknown(ledger.made)), reason=reason)
+        made = counted(self.unknown(ledger.made))
+        self._settle(run, made, reason, (), ledger.warning, ends_writer=True, ledger=ledger)
 
     def begin(self, run: str) -> None:
         """Notes that a run begins to read rows: runs reserved from now on may be chosen from its outcomes."""
@@ -414,9 +420,41 @@ class Reservation:
             self.budget._settle(self.run, releases, reason, fingerprints, warning, ends_writer=False)
 
 
-def _warning_in(ledger: str | None) -> str:
-    """Returns why the releases in a run's ledger are not private, as far as there is a file that says so."""
+def _ledger_of(known: BudgetRun) -> Ledger | None:
+    """Returns the ledger that a run has named, if the file is there and is still that of the run."""
     try:
-        return "" if ledger is None else Ledger.read(ledger).warning
+        found = None if known.ledger is None else Ledger.read(known.ledger)
     except (OSError, Refused):
-        return ""
+        return None
+    return found if found is not None and found.run == known.run else None
+
+
+def _warning_of(known: BudgetRun) -> str:
+    """Returns why the releases in a run's ledger are not private, as far as there is a file that says so."""
+    found = _ledger_of(known)
+    return "" if found is None else found.warning
+
+
+def _check_no_copy(known: BudgetRun, ledger: str | os.PathLike[str] | None) -> None:
+    """Refuses a copy of a run's ledger beside the one that the run has named: both would draw what is reserved once."""
+    if ledger is None or Path(ledger).absolute() == Path(known.ledger or ""):
+        return
+    if _ledger_of(known) is not None and not _is_same_file(ledger, known.ledger):
+        raise Refused(
+            f"Budget: run {known.run} has its ledger in {known.ledger!r}, and {str(ledger)!r} is a copy of it: both "
+            "would draw what was reserved once. Resume the run where it began, or begin a new one in a new folder."
+        )
+
+
+def _is_same_file(path: str | os.PathLike[str], other: str | None) -> bool:
+    return other is not None and os.path.lexists(path) and os.path.samefile(path, other)
+
+
+def _check_complete(known: BudgetRun, ledger: Ledger) -> None:
+    """Refuses a ledger that lacks releases of the one that the run has named, such as an older copy."""
+    recorded = _ledger_of(known)
+    if recorded is not None and len(recorded) > len(ledger):
+        raise Refused(
+            f"Budget: run {known.run} has {len(recorded)} releases in {known.ledger!r}, and the ledger given has "
+            f"{len(ledger)}. Settle it from that file."
+        )
