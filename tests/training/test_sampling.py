@@ -219,6 +219,29 @@ def test_every_epoch_drawn_is_paid_where_steps_of_other_keys_are_skipped(monkeyp
     assert last.spent(DELTA).epsilon.high <= given.get("target_epsilon", math.inf)
 
 
+@pytest.mark.filterwarnings("ignore:.*They are not repeated")
+def test_every_epoch_drawn_is_paid_after_a_lost_ledger_and_a_second_kill(monkeypatch, tmp_path):
+    drawn = set()
+
+    def going_on(state, steps):
+        monkeypatch.setattr(release, "_RELEASED", {})
+        training = training_of(sampling=tp.BallsAndBins(), num_steps=15, run_folder=tmp_path / "run")
+        training.settings.__dict__["test_seed"] = None  # new keys are random
+        if state is not None:
+            training.load_state_dict(copy.deepcopy(state), "skip")
+        start, key = training.step_count, training.state_dict()["sampler_key"]
+        train(training, steps)
+        drawn.update((key, step // 5) for step in range(start, training.step_count))
+        return training
+
+    first = going_on(None, 5)
+    state = first.state_dict()
+    first.ledger.path.unlink()
+    going_on(state, 7)
+    last = going_on(state, None)
+    assert sum(count for event, count in last.ledger.events if isinstance(event, privacy.BallsAndBins)) == len(drawn)
+
+
 @pytest.mark.parametrize("given", [{"sampling": tp.BallsAndBins()}, {"noise_schedule": [1.0, 2.0] * 7}])
 def test_steps_that_are_yet_to_be_repeated_are_planned_once(given):
     first, again = (training_of(num_steps=14, delta=DELTA, **given) for _ in range(2))

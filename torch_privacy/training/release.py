@@ -26,6 +26,7 @@ from .schedule import StepPlan
 from .settings import TrainingSettings
 
 RECORDED, NOT_REPEATED = 0, 1
+BEGUN = " new keys"  # after the fingerprint of their first release
 FEW, SMALL = 3, 2**20  # tensors, and numbers in all of them, from and up to which they are moved into one
 
 # The releases of this process: noise key -> step -> fingerprint
@@ -120,6 +121,8 @@ class Releases:
             self._ranks.tell(f"adds noise in step {step}", error)
             raise
         fingerprint = self._joined(step, fingerprint)
+        if step == self.since and (step or self.num_lost):
+            fingerprint += BEGUN
         if self._ranks.first_does(f"records step {step}", lambda: self._record(step, fingerprint)) == NOT_REPEATED:
             raise NotRepeated
         if not self._ranks.is_first:

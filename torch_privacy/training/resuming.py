@@ -16,7 +16,7 @@ from ..support.validate import Refused
 from ..support.warning import warn
 from .machine import Machine, number_of_threads
 from .placement import Whole
-from .release import Keys, Releases, new_keys
+from .release import BEGUN, Keys, Releases, new_keys
 from .run_files import RunFiles
 from .sampling import POISSON
 from .saved_state import check_state
@@ -187,7 +187,8 @@ class Resuming:
         """True if the steps skipped from ``first`` on may be those of other keys, so that these lack an epoch's start.
 
         A run since the state may have taken new keys, and begun an epoch or a group of its own: that price is for its
-        batches, and not for those of these keys in the same epoch.
+        batches, and not for those of these keys in the same epoch. If it began with ``first``, as where the ledger was
+        lost, it has marked that.
         """
         setup, state = self._setup, self._state
         releases, made = state.releases, setup.ledger.made
@@ -199,7 +200,8 @@ class Resuming:
             return event != plan.at(skipped) or event == plan.begun_anew(skipped, number).at(skipped)
 
         goes_on = step < setup.settings.num_steps and plan.begun_anew(step, releases.number(step)) is not plan
-        return goes_on and any(map(may_begin, range(first + 1, step)))
+        begun = step > first and made[releases.number(first)].fingerprint.endswith(BEGUN)
+        return goes_on and (begun or any(map(may_begin, range(first + 1, step))))
 
     def match_threads(self) -> None:
         """Sets torch's number of threads to the recorded one while steps are repeated, and back afterwards."""
