@@ -3,6 +3,7 @@
 
 import datetime
 import math
+from decimal import Decimal
 
 import numpy as np
 import pandas as pd
@@ -126,6 +127,19 @@ def test_a_cell_is_read_the_same_alone_and_among_others(texts):
         assert together.is_missing[i] == alone.is_missing[0]
         for read in (lambda cells: numbers(cells, RULES), lambda cells: dates(cells, day_first=False)):
             np.testing.assert_equal(read(together)[i], read(alone)[0])
+
+
+NOON = datetime.datetime(2020, 1, 1, 23, tzinfo=datetime.UTC)
+EQUAL = [True, 1, 1.0, Decimal("1.00"), NOON, NOON.astimezone(datetime.timezone(datetime.timedelta(hours=2)))]
+
+
+@pytest.mark.parametrize("values", [EQUAL, EQUAL[::-1]], ids=["first", "last"])
+def test_equal_values_of_other_types_have_their_own_texts(values):
+    """One row with True made all the ones after it "True": with another first row, all counts were others."""
+    together = read_cells(pd.Series(values, dtype=object), RULES)
+    alone = [read_cells(pd.Series([value], dtype=object), RULES).values[0] for value in values]
+    assert [together.values[code] for code in together.codes] == alone
+    assert len(set(alone)) == 5  # 1 and 1.0 are one number
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,9 @@ class Cells:
 def read_cells(column: Series | Any, rules: Rules) -> Cells:
     """Returns the cells of a column as text, without spaces around; stored numbers get the rules' decimal mark."""
     pandas = needed("pandas")
+    if pandas.api.types.is_object_dtype(column) and pandas.api.types.infer_dtype(column) != "string":
+        # True equals 1, and a time that of another zone: the first one's text would be that of all the others
+        column = pandas.Series([_as_text(value, rules) for value in column], dtype=object)
     try:
         codes, values = pandas.factorize(column)
     except Exception:  # lists and the like cannot be compared, and each library says so in its own way
