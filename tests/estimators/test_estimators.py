@@ -288,6 +288,14 @@ class TestClasses:
         found = sum(1 in find_classes(y, 2.0, 2.0, seed).classes for seed in range(400)) / 400
         assert abs(found - 0.2) < 4 * (0.16 / 400) ** 0.5
 
+    @pytest.mark.parametrize("kind", [str, bytes])
+    def test_the_length_of_a_label_that_is_not_found_stays_secret(self, kind):
+        """The type of the classes was as wide as the longest label of one example."""
+        ys = [np.array(["a"] * 200 + ["b"] * 199 + rare).astype(kind) for rare in (["a rare diagnosis"], [])]
+        found = [find_classes(y, 2.0, 1e-5, 0).classes for y in ys]
+        assert found[0].tolist() == found[1].tolist() == ys[0][[0, 200]].tolist()
+        assert found[0].dtype == found[1].dtype
+
     @pytest.mark.thorough
     def test_an_example_of_a_class_that_is_not_found_has_no_influence(self):
         """The example is in batches, and its gradient is zero."""

@@ -59,6 +59,8 @@ def find_classes(y: Array, epsilon: float, delta: float, test_seed: int | None) 
     key = None if test_seed is None else key_from_test_seed(test_seed, "classes of PrivateClassifier")
     Noise(key).add_to(0, noisy, noise)
     found = classes[noisy["counts"].numpy() > threshold]
+    if found.dtype.kind in "SU":  # as wide as the longest label of y, be it found or not
+        found = np.array(found.tolist())
     digest = hashlib.sha256(repr(found.tolist()).encode()).hexdigest()
     releases = tuple(privacy.Release(event, digest) for event in events_of(noise, delta))
     return FoundClasses(found, threshold, noise, releases)
