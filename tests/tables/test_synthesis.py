@@ -12,7 +12,9 @@ import torch
 from dp_accounting import GaussianDpEvent
 from dp_accounting.pld import PLDAccountant
 
+import torch_privacy as tp
 from torch_privacy import privacy, tables
+from torch_privacy.experiments.table_file import owners_in
 from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.runs.verify import verify
 from torch_privacy.tables import Column, Schema
@@ -271,6 +273,15 @@ def test_a_release_that_was_lost_after_the_ledger_is_made_again_with_the_same_no
     assert first[0] == again[0] == 0
     assert torch.equal(first[1], again[1])
     assert len(privacy.Ledger.read(run.folder.ledger)) == 4  # counts, two choices, the chosen: none is paid twice
+
+
+def test_a_network_draws_the_persons_that_are_counted(tmp_path):
+    """Spaces in a name made another person of it in the training, and none in learning and in marginals."""
+    names = np.array([f"{' ' * (i % 2)}person {'  '[: i % 3]}{i // 2}" for i in range(400)])
+    for owners in (names, owners_in(pd.DataFrame({"name": names}), "name", tmp_path / "people.csv")):
+        run = GeneratorRun(tmp_path, people(), SCHEMA, settings("network", per_owner=1, unit="person"), owners=owners)
+        assert tp.Examples(range(400), **run.source.of_owners).num_units == run.source.num_units == 200
+    assert len(set(owners)) == 200
 
 
 @pytest.mark.thorough

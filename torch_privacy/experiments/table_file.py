@@ -108,7 +108,7 @@ def owners_in(frame: DataFrame, owner: str | None, path: Path, where: str = "tra
             f"{where}: {path}: some rows have no {owner!r}. Every row must name its person: fill in what is missing, "
             "or delete these rows."
         )
-    return column.astype("string").str.strip().to_numpy(dtype=str)
+    return column.astype("string").str.split().str.join(" ").to_numpy(dtype=str)  # as `tables.split` reads them
 
 
 def column_names(frame: DataFrame) -> str:

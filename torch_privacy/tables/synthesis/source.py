@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ... import privacy
 from ...privacy.rounding import round_up
 from ...support.units import plural
@@ -56,7 +54,7 @@ class SourceRows:
         if self.owners is None:
             return {}
         return {
-            "owners": np.asarray(self.owners),
+            "owners": owner_codes(self.owners, len(self.frame), WHERE)[0],
             "per_owner": self.settings.per_owner,
             "owner_name": self.settings.unit,
         }
