@@ -18,7 +18,7 @@ from sklearn.preprocessing import StandardScaler
 
 import torch_privacy as tp
 from torch_privacy import privacy
-from torch_privacy.sklearn import PrivateClassifier, PublicScaler, refits
+from torch_privacy.sklearn import PrivateClassifier, PrivateScaler, PublicScaler, refits
 
 PRICE = r"10 fits like this one cost epsilon = (\d+\.\d+) together; .* costs (\d+\.\d+): `torch-privacy search`"
 
@@ -93,6 +93,26 @@ def test_a_further_fit_to_the_same_rows_is_refused(how):
     with pytest.raises(tp.Refused, match=PRICE):
         (first if how == "the same estimator" else classifier(learning_rate=0.5)).fit(again, y[: len(again)])
     assert len(refits._FITS) == 1
+
+
+@pytest.mark.filterwarnings("ignore:PrivateScaler.fit. nothing stands out")
+@pytest.mark.parametrize("choice", ["refuse", "count"])
+@pytest.mark.parametrize("scale", ["public", "private", "both"])
+def test_a_fit_to_scaled_rows_is_one_to_the_same_data(scale, choice):
+    """Rows in another scale were other rows, so that the second fit was not counted."""
+    x, y = data()
+    private = PrivateScaler((-50, 50), noise_multiplier=9.0, delta=1e-4, refits="count")
+    public = PublicScaler((-60, 60))
+    scalers = {"public": [public], "private": [private], "both": [public, private]}[scale]
+    first = make_pipeline(*scalers, classifier(refits="count")).fit(x, y)[-1]
+    again = classifier(refits=choice, learning_rate=0.5)
+    if choice == "refuse":
+        with pytest.raises(tp.Refused, match="was fitted before to rows"):
+            again.fit(x[::-1], y)
+        return
+    again.fit(x[::-1], y)
+    assert again.statement_["fits"] == len(refits._FITS) == 2 + (scale != "public")
+    assert again.spent_.epsilon.high > first.spent_.epsilon.high
 
 
 def test_a_fit_to_other_rows_is_no_second_fit():
@@ -246,5 +266,5 @@ def test_digests_of_rows_say_nothing_about_them():
     x, _ = data()
     first = refits.digests(x)
     assert len(set(first.tolist())) == 40
-    assert first.tolist() == refits.digests(x[::-1]).tolist()
+    assert first[::-1].tolist() == refits.digests(x[::-1]).tolist()
     assert refits.digests(np.zeros((1, 2))).tolist() == refits.digests(-np.zeros((1, 2))).tolist()

@@ -11,6 +11,8 @@ from sklearn.base import BaseEstimator, OneToOneFeatureMixin, TransformerMixin
 from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from .refits import note_scaled
+
 Array = NDArray[Any]
 Bounds = tuple[Any, Any]  # low and high: numbers, or arrays with one number per feature
 
@@ -90,7 +92,7 @@ class PublicScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         n_features_in_: number of features; also ``feature_names_in_`` if the data have names.
 
     Guarantees:
-        - ``fit`` keeps nothing of the data but the number and the names of the features.
+        - The scaler keeps nothing of the data but the number and the names of the features.
         - Each row of the result depends on that row alone.
 
     Raises:
@@ -106,9 +108,9 @@ class PublicScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
         self.bounds = bounds
 
     def fit(self, X: Any, y: Any = None) -> PublicScaler:
-        """Checks the bounds against the number of features."""
+        """Checks the bounds against the number of features; fits to scaled rows are noted as fits to these rows."""
         X = validated(self, X, dtype=FLOATS)
-        checked_bounds("PublicScaler", "bounds", self.bounds, X.shape[1])
+        note_scaled(X, scaled(X, *checked_bounds("PublicScaler", "bounds", self.bounds, X.shape[1])))
         return self
 
     def transform(self, X: Any) -> Array:

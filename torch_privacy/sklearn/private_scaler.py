@@ -25,7 +25,7 @@ from ..training.bound_data import reserve
 from .arguments import naming_arguments
 from .features import FLOATS, Bounds, checked_bounds
 from .fitting import default_delta, of_all_fits
-from .refits import RemembersFits, begin_fit, digests
+from .refits import RemembersFits, begin_fit, note_scaled
 
 Array = NDArray[Any]
 
@@ -144,7 +144,8 @@ class PrivateScaler(RemembersFits, OneToOneFeatureMixin, TransformerMixin, BaseE
             reservation.settle(fingerprints=[digest], warning=warning or "")
         self.release_ = privacy.Release(event, digest, warning or "")
         self._keep(scales, found, low, high)
-        fit.is_of_scaler(digest, digests(self._scaled(X)))
+        fit.fingerprint = digest
+        note_scaled(X, self._scaled(X))
         profile = privacy.compose([(event, 1)])
         epsilon = profile.epsilon(delta)
         spent = Spent(epsilon, delta, profile.statement(delta), planned=epsilon, is_public=False, profile=profile)

@@ -28,6 +28,7 @@ _KEY = secrets.token_bytes(32)  # so that the digests say nothing about the rows
 _PROCESS = f"{os.getpid()} {secrets.token_hex(8)}"
 _LOCK = threading.Lock()
 _FITS: list[Fit] = []
+_SCALED: list[NDArray[np.uint64]] = []  # (rows, 2): digests of rows, and of what a scaler made of them
 _families = iter(range(2**63))
 
 
@@ -57,10 +58,6 @@ class Fit:
             with _LOCK:
                 _FITS.remove(self)
 
-    def is_of_scaler(self, fingerprint: str, rows: NDArray[np.uint64]) -> None:
-        """Notes the release of a scaler, and the digests of the rows that it gives, which an estimator may see."""
-        self.rows, self.fingerprint = np.union1d(self.rows, rows), fingerprint
-
 
 class RemembersFits:
     """Notes for an estimator where it comes from; in clones and pickles, too."""
@@ -85,11 +82,29 @@ class RemembersFits:
 
 
 def digests(x: NDArray[Any]) -> NDArray[np.uint64]:
-    """Returns the sorted keyed digests of rows (n, d), as float32; equal rows have equal digests."""
+    """Returns the keyed digests of rows (n, d), as float32; equal rows have equal digests."""
     with np.errstate(over="ignore"):
         rows = np.ascontiguousarray(x.astype(np.float32) + np.float32(0))  # no negative zeros
     found = b"".join(blake2b(row.tobytes(), key=_KEY, digest_size=8).digest() for row in rows)
-    return np.sort(np.frombuffer(found, np.uint64))
+    return np.frombuffer(found, np.uint64)
+
+
+def note_scaled(x: NDArray[Any], scaled: NDArray[Any]) -> None:
+    """Notes what a scaler makes of rows (n, d): a fit to the ones is a fit to the others."""
+    pairs = np.unique(np.stack([digests(x), digests(scaled)], 1), axis=0)
+    with _LOCK:
+        if not any(np.array_equal(pairs, known) for known in _SCALED):
+            _SCALED.append(pairs)
+
+
+def _in_all_scales(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Returns the digests of rows, and of what scalers made of them or made them of."""
+    rows, before = np.unique(rows), 0
+    while before < len(rows):
+        before = len(rows)
+        for pairs in _SCALED:
+            rows = np.union1d(rows, pairs[np.isin(pairs, rows).any(1)])
+    return rows
 
 
 def begin_fit(
@@ -123,8 +138,9 @@ def begin_fit(
             "to the same data cannot be seen from here. Nothing was released. Make a new estimator here, or fit with "
             f"n_jobs=1. {_choices(refits)}"
         )
-    fit = Fit(digests(x), origin.family, planned)
+    rows = digests(x)
     with _LOCK:
+        fit = Fit(_in_all_scales(rows), origin.family, planned)
         earlier = [
             past
             for past in _FITS
