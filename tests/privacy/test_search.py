@@ -48,6 +48,16 @@ def test_ties_are_broken_at_random():
     assert min(chosen["a"], chosen["b"]) > 130
 
 
+def test_each_of_the_best_runs_is_as_likely_where_a_worse_one_lies_between(monkeypatch):
+    monkeypatch.setattr(Repeated, "draw", lambda self, generator: 4)
+    chosen: Counter[int] = Counter()
+    for _ in range(1500):
+        runs = iter([(1.0, 0), (1.0, 1), (0.0, 2), (1.0, 3)])
+        found = search_privately(lambda c, runs=runs: next(runs), ["a"], Repeated(ONE_RUN, 4.0))
+        chosen[found.result] += 1  # type: ignore[union-attr]
+    assert [chosen[k] / 1500 for k in range(4)] == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3], abs=0.06)
+
+
 def test_a_poisson_number_of_runs_may_be_zero():
     event = Repeated(ONE_RUN, 0.01)
     assert None in [search_privately(lambda c: (0.0, c), [1], event) for _ in range(20)]

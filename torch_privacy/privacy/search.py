@@ -77,7 +77,9 @@ def search_privately(
                 "search_privately: a score is not a number. Return -inf as the score of a failed run, so that the "
                 "search does not stop there."
             )
+        if best is not None and score < best.score:
+            continue
         ties = ties + 1 if best is not None and score == best.score else 1
-        if best is None or score > best.score or (score == best.score and generator.integers(ties) == 0):
+        if generator.integers(ties) == 0:
             best = Found(candidate, score, result)
     return best
