@@ -91,7 +91,8 @@ def digests(x: NDArray[Any]) -> NDArray[np.uint64]:
 
 def note_scaled(x: NDArray[Any], scaled: NDArray[Any]) -> None:
     """Notes what a scaler makes of rows (n, d): a fit to the ones is a fit to the others."""
-    pairs = np.unique(np.stack([digests(x), digests(scaled)], 1), axis=0)
+    pairs = np.stack([digests(x), digests(scaled)], 1)
+    pairs = pairs[np.argsort(pairs[:, 0])]  # without the order of the rows
     with _LOCK:
         if not any(np.array_equal(pairs, known) for known in _SCALED):
             _SCALED.append(pairs)
@@ -99,11 +100,12 @@ def note_scaled(x: NDArray[Any], scaled: NDArray[Any]) -> None:
 
 def _in_all_scales(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Returns the digests of rows, and of what scalers made of them or made them of."""
-    rows, before = np.unique(rows), 0
-    while before < len(rows):
-        before = len(rows)
-        for pairs in _SCALED:
-            rows = np.union1d(rows, pairs[np.isin(pairs, rows).any(1)])
+    rows = np.sort(rows)
+    more = [rows]
+    while any(map(len, more)):
+        known = [rows[np.searchsorted(rows, pairs).clip(max=len(rows) - 1)] == pairs for pairs in _SCALED]
+        more = [pairs[of[:, ::-1] & ~of] for pairs, of in zip(_SCALED, known, strict=True)]  # the other one is known
+        rows = np.sort(np.concatenate([rows, *more]))
     return rows
 
 
