@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the privacy statement, the data sets that training takes, and the budget at which it stops."""
 
+import copy
 import gc
 import json
 import pickle
@@ -92,6 +93,15 @@ def test_a_ledger_on_disk_says_why_it_is_not_private_and_keeps_quiet_after_the_e
 
     tp.audit(audited, data(), canaries=tp.GradientCanaries(8))
     assert on_disk(tmp_path / "audited") == ""  # its model is not for release, its releases cost what they cost
+
+    again = made("again")
+    train(again, 1)
+    parts = again.model, again.optimizer, again
+    states = [copy.deepcopy(part.state_dict()) for part in parts]
+    train(again)
+    for part, state in zip(parts, states, strict=True):
+        part.load_state_dict(state)
+    assert again.ledger.warning == on_disk(tmp_path / "again") == ""  # weights that are loaded are not moved
 
     ended = made("ended")
     train(ended)

@@ -252,10 +252,13 @@ class Ledger:
 
     def note_warning(self) -> None:
         """Writes the reason why the releases are not private into the file, if there is one that it has not."""
-        self._noted, warning = len(self), self.warning
-        if warning != self._written and self._file is not None and self._file.is_open:
-            self._file.append(*self._file.encode([{"warning": warning}]))
-            self._written = warning
+        self._noted, self._warning = len(self), self.warning
+        self._write_warning()
+
+    def _write_warning(self) -> None:
+        if self._warning != self._written and self._file is not None and self._file.is_open:
+            self._file.append(*self._file.encode([{"warning": self._warning}]))
+            self._written = self._warning
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_warning": self.warning, "_ask": str}  # a copy knows what is known now
@@ -314,7 +317,7 @@ class Ledger:
             index, fingerprint = releases[step]
             self.record(events[index], step, fingerprint)
         self._warning = state.get("warning", "") or self._warning
-        self.note_warning()
+        self._write_warning()  # without asking: weights that are loaded first are not those of the releases here
 
     def sync(self) -> None:
         """Returns when all releases are on the disk itself, safe from power failure.

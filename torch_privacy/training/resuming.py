@@ -125,6 +125,7 @@ class Resuming:
             check_data_of_state(WHERE, saved.get("data"), setup.batches.dataset)
             setup.ledger.load_state_dict(saved["ledger"])
         self._data = saved.get("data")
+        state.guard.reset(saved.get("moved_otherwise", ""))  # before the ledger asks: the model may be loaded already
         self.copy_ledger()
         keys = bytes.fromhex(saved["noise_key"]), bytes.fromhex(saved["sampler_key"])
         num_lost, since = saved.get("num_lost", 0), saved.get("keys_since", 0)
@@ -135,7 +136,6 @@ class Resuming:
         if self.files is not None:
             self.files.losses.load(saved.get("losses"))
         state.rehearsals.load(saved, self._ranks.from_first(self.files and self.files.coupled()))
-        state.guard.reset(saved.get("moved_otherwise", ""))
         state.stop_reason = saved.get("stop_reason")
         if replay is None:
             replay = "exact" if saved.get("placement", Whole.in_words) == setup.placement.in_words else "skip"
