@@ -74,10 +74,10 @@ from .interop import releases_from_opacus as releases_from_opacus
 from .interop import statement_schema as statement_schema
 from .interop import to_dp_event as to_dp_event
 from .ledger import Ledger as Ledger
-from .ledger import Release as Release
 from .persons import Persons as Persons
 from .persons import compare_persons as compare_persons
 from .planning import PlannedTraining as PlannedTraining
 from .planning import TrainingPlan as TrainingPlan
 from .planning import plan as plan
+from .release import Release as Release
 from .selection import Repeated as Repeated

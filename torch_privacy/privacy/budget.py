@@ -17,7 +17,6 @@ from .budget_file import (
     BudgetState,
     append,
     checked,
-    count_of,
     counted,
     create,
     includes,
@@ -26,12 +25,14 @@ from .budget_file import (
     now,
     state_in,
 )
+from .budget_runs import Reservation, check_complete, check_no_copy, warning_of
 from .calibrate import largest_number, log_ratio, most_steps
 from .compose import compose
 from .events.banded import of_own_run
 from .events.base import Event, NeighboringRelation, check_relation, releases_to_json
-from .ledger import Ledger, Release
+from .ledger import Ledger
 from .ledger_file import LedgerFile
+from .release import Release
 from .rounding import round_up, short
 
 Releases = Iterable[tuple[Event, int]]
@@ -251,7 +252,7 @@ class DataBudget(Budget):
                     "Resume it with the settings it began with, or begin a new run."
                 )
             else:
-                _check_no_copy(known, ledger)
+                check_no_copy(known, ledger)
         return Reservation(self, name, tuple(found if known is None else known.reserved))
 
     def bind(self, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -319,8 +320,8 @@ class DataBudget(Budget):
             if ends_writer and known.ledger is not None and os.path.lexists(known.ledger):
                 LedgerFile(known.ledger).lose("its run was settled")
             if ledger is not None:
-                _check_complete(known, ledger)
-            warning = warning or _warning_of(known)
+                check_complete(known, ledger)
+            warning = warning or warning_of(known)
             line = {"settle": run, "releases": releases_to_json(made), "reason": reason, "date": now()}
             line |= {"warning": warning} if warning else {}
             share = None if known.share is None else min(known.share, state.filter.share(made))
@@ -370,91 +371,4 @@ class DataBudget(Budget):
             f"{short(self.delta)}): {round_up(state.epsilon_high)} is drawn, and with this run{how} it would be "
             f"{round_up(further.epsilon_high)}. Nothing was read or released. Add noise, take fewer steps, or settle "
             f"runs that have ended (torch-privacy budget status {self.path})."
-        )
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """Holds what a run has reserved; as a limit of the run, it allows what is part of it.
-
-    Args:
-        budget: from which it is drawn.
-        run: its name; "" for a rank that leaves the file to the first one.
-        reserved: all that the run may release.
-    """
-
-    budget: DataBudget
-    run: str
-    reserved: tuple[tuple[Event, int], ...]
-
-    def allows(self, releases: Releases) -> bool:
-        """True if all of these together are part of what is reserved."""
-        return includes(self.reserved, releases)
-
-    def remaining(self, event: Event, after: Releases = (), most: int = 10**7) -> int:
-        """Returns how many more releases of an event are reserved after those; at most ``most``."""
-        left = count_of(self.reserved)
-        left.subtract(count_of(after))
-        return 0 if min(left.values(), default=0) < 0 else min(left[event], most)
-
-    @property
-    def drawn(self) -> BudgetRun | None:
-        """Returns what the file has of the run."""
-        return self.budget.state.run(self.run)
-
-    def begin(self) -> None:
-        """Notes that the run begins to read rows; refuses a run that is settled."""
-        if self.run:
-            self.budget.begin(self.run)
-
-    def settle(
-        self,
-        releases: Releases | None = None,
-        *,
-        reason: str = "",
-        fingerprints: Iterable[str] = (),
-        warning: str = "",
-    ) -> None:
-        """Ends the run; see `DataBudget.settle`. ``warning`` is why its releases are not private, if they are not."""
-        if self.run:
-            self.budget._settle(self.run, releases, reason, fingerprints, warning, ends_writer=False)
-
-
-def _ledger_of(known: BudgetRun) -> Ledger | None:
-    """Returns the ledger that a run has named, if the file is there and is still that of the run."""
-    try:
-        found = None if known.ledger is None else Ledger.read(known.ledger)
-    except (OSError, Refused):
-        return None
-    return found if found is not None and found.run == known.run else None
-
-
-def _warning_of(known: BudgetRun) -> str:
-    """Returns why the releases in a run's ledger are not private, as far as there is a file that says so."""
-    found = _ledger_of(known)
-    return "" if found is None else found.warning
-
-
-def _check_no_copy(known: BudgetRun, ledger: str | os.PathLike[str] | None) -> None:
-    """Refuses a copy of a run's ledger beside the one that the run has named: both would draw what is reserved once."""
-    if ledger is None or Path(ledger).absolute() == Path(known.ledger or ""):
-        return
-    if _ledger_of(known) is not None and not _is_same_file(ledger, known.ledger):
-        raise Refused(
-            f"Budget: run {known.run} has its ledger in {known.ledger!r}, and {str(ledger)!r} is a copy of it: both "
-            "would draw what was reserved once. Resume the run where it began, or begin a new one in a new folder."
-        )
-
-
-def _is_same_file(path: str | os.PathLike[str], other: str | None) -> bool:
-    return other is not None and os.path.lexists(path) and os.path.samefile(path, other)
-
-
-def _check_complete(known: BudgetRun, ledger: Ledger) -> None:
-    """Refuses a ledger that lacks releases of the one that the run has named, such as an older copy."""
-    recorded = _ledger_of(known)
-    if recorded is not None and len(recorded) > len(ledger):
-        raise Refused(
-            f"Budget: run {known.run} has {len(recorded)} releases in {known.ledger!r}, and the ledger given has "
-            f"{len(ledger)}. Settle it from that file."
         )

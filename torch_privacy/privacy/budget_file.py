@@ -20,8 +20,8 @@ from ..support.validate import Refused
 from .compose import relation_of
 from .events.base import Event, NeighboringRelation, checked_releases, event_from_dict
 from .gaussian_filter import GaussianFilter
-from .ledger import Release
 from .ledger_file import FORMAT, LedgerFile, Line
+from .release import Release
 
 PATIENCE = 120.0  # seconds to wait for another process, which may be pricing a run
 RUN_BYTES = 6  # of the name of a run

@@ -21,10 +21,11 @@ from .events.counts import DiscreteLaplace, Laplace
 from .events.custom import FinitePair
 from .events.gaussian import Gaussian, SubsampledBlocks, SubsampledGaussian, TruncatedGaussian
 from .events.mixtures import GaussianMixture, PoissonSampled
-from .ledger import Ledger, Release
+from .ledger import Ledger
 from .pairs.discrete import LaplacePair
 from .pairs.gaussian import SubsampledGaussianPair
 from .pairs.group import GroupPair
+from .release import Release
 from .selection import Repeated
 
 Releases = Iterable[tuple[Event, int]]

@@ -3,7 +3,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from ..support.schema import violation
 from ..support.validate import Refused, plain_number, whole
 from .compose import Profile, compose
 from .events.banded import of_own_run
-from .events.base import REMOVALS, Event, check_event, event_from_dict, event_to_dict
+from .events.base import Event, check_event, event_from_dict, event_to_dict
 from .ledger_file import CHOOSE, FORMAT, KNOWN_FORMATS, LedgerFile, Line
+from .release import PendingRelease, Release, is_same_sum
 
 STATE = {  # of a ledger, in a checkpoint
     "type": "object",
@@ -28,24 +29,6 @@ STATE = {  # of a ledger, in a checkpoint
         },
     },
 }
-
-
-@dataclass(frozen=True)
-class Release:
-    """One release made outside of a training, for the ledger of the training that builds on it.
-
-    Args:
-        event: the release's description.
-        fingerprint: distinguishes it from other releases of the same event, such as a digest of what was released.
-        warning: the reason why it is not private; "" if it is.
-    """
-
-    event: Event
-    fingerprint: str
-    warning: str = ""
-
-    def __post_init__(self) -> None:
-        check_event("privacy.Release", self.event)
 
 
 class Ledger:
@@ -88,7 +71,7 @@ class Ledger:
         self._events: list[Event] = []  # each distinct event once
         self._releases: list[tuple[int, str]] = []  # index into events, fingerprint
         self._merged: tuple[list[tuple[Event, int]], int] = [], 0  # equal neighbors merged, and the number of releases
-        self._pending: _Pending | None = None  # what is being recorded
+        self._pending: PendingRelease | None = None  # what is being recorded
         self._file: LedgerFile | None = None
         if path is not None:
             if os.path.lexists(path):
@@ -160,10 +143,10 @@ class Ledger:
         lines: list[Line] = [] if known else [{"define": index, "event": event_to_dict(event)}]
         lines.append({"step": step, "event": index, "fingerprint": fingerprint})
         if self._file is None:
-            self._pending = _Pending(0, event, index, step, fingerprint)
+            self._pending = PendingRelease(0, event, index, step, fingerprint)
         else:
             data, end = self._file.encode(lines)
-            self._pending = _Pending(end[0], event, index, step, fingerprint)
+            self._pending = PendingRelease(end[0], event, index, step, fingerprint)
             self._file.append(data, end)
         self._settle()
         if self._file is not None and self._file.is_sync_due:
@@ -175,7 +158,7 @@ class Ledger:
         if step >= len(self._releases):
             return False
         index, known = self._releases[step]
-        return known != fingerprint or not _is_same_sum(self._events[index], event)
+        return known != fingerprint or not is_same_sum(self._events[index], event)
 
     def _settle(self) -> None:
         """Takes the pending release into memory if its lines are in the file; else forgets it.
@@ -406,33 +389,6 @@ class Ledger:
     def _check_format(found: Any) -> None:
         if found not in KNOWN_FORMATS or isinstance(found, bool):
             raise Refused(f"Ledger: format {found!r} is unknown; this version reads formats 1 and {FORMAT}.")
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A release that is being recorded."""
-
-    size: int  # of the file, once its lines are there
-    event: Event
-    index: int
-    step: int
-    fingerprint: str
-
-
-def _is_same_sum(event: Event, other: Event) -> bool:
-    """True for equal events, and for those that differ in their relations alone and have the same sum and price.
-
-    The steps of older runs were recorded under add/remove.
-    """
-    if event == other:
-        return True
-    relations = {event.neighboring_relation, other.neighboring_relation}
-    fields = event_to_dict(event), event_to_dict(other)
-    return relations == set(REMOVALS) and _without_relation(fields[0]) == _without_relation(fields[1])
-
-
-def _without_relation(description: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in description.items() if name != "neighboring_relation"}
 
 
 def _check_whole(value: Any, expected: int | None, why: str) -> None:

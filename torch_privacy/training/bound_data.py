@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import privacy
-from ..privacy.budget import Reservation
+from ..privacy.budget_runs import Reservation
 from ..privacy.rounding import short
 from ..sampling.fingerprint import fingerprint, new_key, read_key
 from ..support.validate import Refused

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from .. import privacy
 from ..model_check.requirements import TensorsOf, check_model
-from ..privacy.budget import Reservation
+from ..privacy.budget_runs import Reservation
 from ..runs.folder import RunFolder
 from ..sampling.examples import Examples
 from ..sampling.item_check import item_check

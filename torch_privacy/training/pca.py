@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import privacy
 from ..mechanisms.noise import KEY_BYTES, Noise, key_from_test_seed
-from ..privacy.budget import Reservation
+from ..privacy.budget_runs import Reservation
 from ..privacy.spent import NOT_PRIVATE, Spent
 from ..sampling.samplers import PoissonSampler
 from ..support.ranks import Ranks, num_processes

@@ -15,8 +15,8 @@ import torch
 from .. import privacy
 from ..mechanisms.base import Mechanism, noise_factors, summary_of
 from ..mechanisms.noise import TailNumbers
-from ..privacy.budget import Reservation
 from ..privacy.budget_file import counted, includes
+from ..privacy.budget_runs import Reservation
 from ..privacy.events.base import releases_to_json
 from ..privacy.spent import ALWAYS_PUBLIC, AUDIT, NEVER_COVERED, NOT_FOR_RELEASE, NOT_PRIVATE, Spent
 from ..privacy.summary import attacker_as_json
