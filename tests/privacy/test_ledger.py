@@ -275,6 +275,20 @@ def test_record_reaches_the_disk_when_a_second_has_passed(tmp_path, synced, monk
     assert synced == [False]
 
 
+def test_a_ledger_is_closed_where_the_reason_cannot_be_found(tmp_path):
+    def fails():
+        raise OSError("no answer")
+
+    ledger = privacy.Ledger(tmp_path / "ledger.jsonl")
+    ledger.ask_with(lambda: "")
+    ledger.record(privacy.Gaussian(1.0), 0, "a")
+    ledger._ask = fails
+    with pytest.raises(OSError, match="no answer"):
+        ledger.close()
+    with pytest.raises(Refused, match="was closed"):
+        ledger.record(privacy.Gaussian(1.0), 1, "b")
+
+
 def test_a_ledger_is_the_sequence_of_its_releases():
     """So that ``prior_releases=training.ledger`` counts all of them."""
     ledger = privacy.Ledger()

@@ -315,8 +315,10 @@ class Ledger:
     def close(self) -> None:
         """Syncs and closes the file; the ledger can still be read."""
         if self._file is not None:
-            self._note_if_new()
-            self._file.close()
+            try:
+                self._note_if_new()
+            finally:
+                self._file.close()
 
     def _note_if_new(self) -> None:
         """Asks about releases made since the last time: what comes after the last one is not about them."""

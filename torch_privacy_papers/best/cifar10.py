@@ -74,26 +74,20 @@ def shifted_or_mirrored(images: Tensor) -> Tensor:
 
 PATCHES = partial(whitened_by, new_features=new_patches, shrinkage=SHRINKAGE)
 SCATTERED = partial(whitened_by, new_features=new_scattering, shrinkage=SCATTERING_SHRINKAGE)
+ON_PATCHES = Recipe(
+    partial(linear, NUM_PATCHES),
+    {"epochs": 25, "learning_rate": 0.25},
+    {**FEW, "epochs": 5},
+    inputs=PATCHES,
+    at={1: {"learning_rate": 0.125}},
+    public=load_public_images,
+)
 RECIPES = Recipes(
     replace(DEFAULTS, expected_batch_size=8192, epochs=30, learning_rate=2.0, average=0.95),
     load_cifar10,
     {
-        "patches, linear": Recipe(
-            partial(linear, NUM_PATCHES),
-            {"epochs": 25, "learning_rate": 0.25},
-            {**FEW, "epochs": 5},
-            inputs=PATCHES,
-            at={1: {"learning_rate": 0.125}},
-            public=load_public_images,
-        ),
-        "made patches, linear": Recipe(
-            partial(linear, NUM_PATCHES),
-            {"epochs": 25, "learning_rate": 0.25},
-            {**FEW, "epochs": 5},
-            inputs=PATCHES,
-            at={1: {"learning_rate": 0.125}},
-            public=made_images,
-        ),
+        "patches, linear": ON_PATCHES,
+        "made patches, linear": replace(ON_PATCHES, public=made_images),
         "scattering, linear": Recipe(
             partial(linear, CHANNELS * SIDE**2),
             {"expected_batch_size": 4096, "epochs": 15, "learning_rate": 0.5},
