@@ -920,6 +920,7 @@ def test_a_count_begins_anew_at_one_number_alone():
     assert is_count([*first, (2, 3, 3)])
     assert is_count([*first, (2, 3, 0), (2, 4, 1), (3, 9, 0)])
     assert not is_count([*first, (2, 3, 5), (2, 4, 6)])  # data may have chosen it
+    assert not is_count([(1, 0, 0), (2, 5, 0), (2, 6, 3)])  # three right answers, perhaps
     assert not is_count([*first, (2, 3, 0), (2, 4, 2)])
 
 

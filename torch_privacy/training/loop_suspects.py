@@ -309,13 +309,15 @@ def grouped(others: Sequence[tuple[Variable, Any]]) -> list[list[tuple[Variable,
 
 
 def is_count(points: Sequence[Point]) -> bool:
-    """True if whole numbers are an affine function of the step, or of the step since their loop began."""
+    """True if whole numbers are an affine function of the step, or of the step since their loop began.
+
+    The second is believed from three different steps on: two lie on a line always, and each loop would have its two.
+    """
+    if _is_affine([(step, value) for _, step, value in points]):
+        return True
     begun: dict[int, int] = {}
-    for loop, step, _ in points:
-        begun.setdefault(loop, step)
-    return any(
-        _is_affine([(step - since.get(loop, 0), value) for loop, step, value in points]) for since in ({}, begun)
-    )
+    since = [(step - begun.setdefault(loop, step), value) for loop, step, value in points]
+    return len({step for step, _ in since}) > 2 and _is_affine(since)
 
 
 def _is_affine(points: Sequence[tuple[int, int]]) -> bool:
