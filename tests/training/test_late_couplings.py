@@ -181,16 +181,17 @@ def test_releases_since_the_last_rehearsal_that_passed_are_not_private(tmp_path)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("later", "private"), [(0, True), (1, False)])
-def test_a_state_from_before_repeats_the_releases_that_may_leak(tmp_path, later, private):
+@pytest.mark.parametrize(("folder", "private"), [("run", False), ("another", True)])
+def test_a_state_from_before_makes_private_releases_with_another_ledger(tmp_path, folder, private):
     training, states = found_late(tmp_path)
     first = training._state.rehearsals.coupled.first
-    state, weights = states[first + later]
+    state, weights = states[first]
     training.ledger.close()
-    again, _ = training_of(by_numpy, num_steps=60, seed=None, run_folder=tmp_path / "run")
+    again, _ = training_of(by_numpy, num_steps=60, seed=None, run_folder=tmp_path / folder)
     again.model.load_state_dict(weights)
     again.load_state_dict(state)
     assert str(again.spent()).startswith("NOT PRIVATE") != private
+    assert bool(again.ledger.warning) != private
 
 
 def test_a_refusal_without_a_release_before_changes_nothing():

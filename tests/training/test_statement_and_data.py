@@ -94,6 +94,18 @@ def test_a_ledger_on_disk_says_why_it_is_not_private_and_keeps_quiet_after_the_e
     tp.audit(audited, data(), canaries=tp.GradientCanaries(8))
     assert on_disk(tmp_path / "audited") == ""  # its model is not for release, its releases cost what they cost
 
+    def moved(dataset):
+        training = made("moved", dataset)
+        train(training, 1)
+        with torch.no_grad():
+            training.model[0].weight.add_(1.0)
+        train(training)
+        return training.model, training
+
+    with pytest.warns(UserWarning, match="changed other than"):
+        tp.audit(moved, data(), canaries=tp.GradientCanaries(8))
+    assert "changed other than" in on_disk(tmp_path / "moved")
+
     again = made("again")
     train(again, 1)
     parts = again.model, again.optimizer, again

@@ -48,7 +48,6 @@ class FolderReader:
     privacy = FileName("privacy.json")
     results = FileName("results.json")
     report = FileName("report.html")
-    coupled = FileName("coupled.json")  # which releases may leak, if a rehearsal found that examples depend
     schema = FileName("schema.toml")  # of a training on the user's own table
     generator = FileName("generator.safetensors")  # of synthetic rows, with its page
     synthesis = FileName("synthesis.html")  # PRIVATE: compares synthetic rows with real ones
@@ -83,10 +82,6 @@ class FolderReader:
         if "experiment" not in found and "fixed" not in found:
             raise ValueError(f"{self.settings}: has no 'experiment'; {DAMAGED}")
         return found
-
-    def read_coupled(self) -> dict[str, Any] | None:
-        """Reads which releases may leak; None if no rehearsal found a dependence."""
-        return self._read_json(self.coupled, schemas.COUPLED, NO_DIGESTS) if self.coupled.exists() else None
 
     def read_request(self) -> dict[str, Any] | None:
         """Reads the settings of an experiment, or returns None if the folder is that of a training."""

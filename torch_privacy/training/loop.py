@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Never
 
@@ -478,10 +478,7 @@ class PrivateTraining(Reporting):
             with self._runs.one_thread():
                 return self._answer(losses)
         except Refused as error:
-            coupled = self._state.rehearsals.note_refused(error, self.step_count)
-            if coupled is not None and self._resuming.files is not None:
-                self._resuming.files.note_coupled(asdict(coupled))
-            if coupled is not None:
+            if self._state.rehearsals.note_refused(error, self.step_count):
                 self.ledger.note_warning()
             raise
         finally:

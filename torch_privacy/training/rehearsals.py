@@ -174,16 +174,12 @@ class Coupled:
         return (
             f"NOT PRIVATE (from the last rehearsal that passed: step {self.found} showed that examples depend on each "
             f"other, and releases {self.first} to {self.last} were made since step {self.first - 1}, the last one "
-            f"before that passed, and may leak; repeat them from a state of step {self.first} or before)"
+            f"before that passed, and may leak; if nothing made since is ever shown, go on from a state of step "
+            f"{self.first} or before, in another run folder)"
             if self.first
             else f"NOT PRIVATE (no rehearsal has passed: step {self.found} showed that examples depend on each other, "
             f"and releases 0 to {self.last}, which were made before, may leak; begin anew)"
         )
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any] | None) -> Coupled | None:
-        """Returns it as `asdict` has it in a state; None for None."""
-        return None if state is None else cls(**state)
 
 
 @dataclass
@@ -341,16 +337,10 @@ class Rehearsals:
             self.coupled = Coupled(first, step - 1, step)
         return self.coupled
 
-    def load(self, state: Mapping[str, Any], found: Mapping[str, Any] | None) -> None:
-        """Continues from a state of the training; ``found`` is what its run folder says about releases that may leak.
-
-        A state from before these releases repeats them; so does one that has seen a rehearsal since.
-        """
-        self.last_passed = state.get("last_rehearsed", -1)
-        self.coupled = Coupled.from_state(state.get("coupled"))
-        coupled = Coupled.from_state(found)
-        if coupled is not None and self.last_passed < coupled.first < state["step_count"]:
-            self.coupled = coupled
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state of the training."""
+        self.last_passed, coupled = state.get("last_rehearsed", -1), state.get("coupled")
+        self.coupled = None if coupled is None else Coupled(**coupled)
 
     def _script(self, examples: DatasetExamples, share: Share, step: int, *, thorough: bool) -> Script:
         units, by_owner = share.units, self.draws.by_owner

@@ -135,7 +135,7 @@ class Resuming:
         setup.mechanism.load_state(saved)
         if self.files is not None:
             self.files.losses.load(saved.get("losses"))
-        state.rehearsals.load(saved, self._ranks.from_first(self.files and self.files.coupled()))
+        state.rehearsals.load(saved)
         state.stop_reason = saved.get("stop_reason")
         if replay is None:
             replay = "exact" if saved.get("placement", Whole.in_words) == setup.placement.in_words else "skip"

@@ -116,15 +116,6 @@ class RunFiles(Listener):
             self.folder.write_json(self.folder.settings, dict(self._settings_to_write))
             self._settings_to_write = None
 
-    def note_coupled(self, coupled: dict[str, Any]) -> None:
-        """Writes which releases may leak, for a training that goes on in this folder from an earlier state."""
-        if self.folder is not None:
-            self.folder.write_json(self.folder.coupled, coupled)
-
-    def coupled(self) -> dict[str, Any] | None:
-        """Returns what `note_coupled` wrote, if it did."""
-        return None if self.folder is None else self.folder.read_coupled()
-
     # The losses
 
     def begin_step(self, size: int = 0) -> None:

@@ -298,16 +298,18 @@ class Account:
 
     def warning(self, progress: TrainingProgress) -> str | None:
         """Returns the reason if the training is not private."""
-        if self._settings.test_seed is not None or self._ledger.noted_warning == NOT_PRIVATE:  # or of its state
+        if self._settings.test_seed is not None:
             return NOT_PRIVATE
         if self._settings.not_for_release:
             return NOT_FOR_RELEASE
-        if self._settings.num_canaries:
-            return AUDIT
         if progress.coupled:
             return progress.coupled
         if progress.moved_otherwise:
             return MOVED.format(progress.moved_otherwise)
+        if self._ledger.noted_warning:  # of releases that a state from before them does not know
+            return self._ledger.noted_warning
+        if self._settings.num_canaries:
+            return AUDIT
         return next((release.warning for release in self._settings.prior_releases if release.warning), None)
 
     def why_not_private(self, progress: TrainingProgress) -> str:

@@ -224,7 +224,6 @@ def _privacy(evidence: Evidence) -> Iterator[Finding]:
     statement, settings = evidence.statement, evidence.settings or {}
     signs = {
         "it has a warning": "warning" in statement,
-        "a rehearsal found that examples depend on each other (coupled.json)": evidence.folder.coupled.exists(),
         "settings.json has a test seed": settings.get("test_seed") is not None,
         "settings.json says that it is not for release": settings.get("not_for_release") is True,
         "it has canaries": bool(statement.get("num_canaries") or settings.get("num_canaries")),
