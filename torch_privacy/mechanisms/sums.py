@@ -23,6 +23,10 @@ ROUNDING = 1e-5  # relative, of a factor times a norm, and of a norm: a clipped 
 COUNT = "the count of examples within the clip norm"  # key beside the parameters' names, which have no spaces
 
 
+class RunAgain(Exception):
+    """Asks for the same batch once more, to compute its sum in another way; nothing was released."""
+
+
 class Recording(Protocol):
     """Records the user's code and computes the clipped sum of its losses, with exact or estimated norms."""
 
@@ -74,7 +78,7 @@ class Recording(Protocol):
         observe: Callable[[RowsOfBatch, str], None] | None = None,
         observe_on: Direction | None = None,
     ) -> dict[str, Tensor]:
-        """Returns the clipped sum by name; see `Tape.clipped_sum`."""
+        """Returns the clipped sum by name; see `Tape.clipped_sum`. Raises `RunAgain` where it takes another forward."""
         ...
 
 

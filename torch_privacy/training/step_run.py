@@ -15,7 +15,7 @@ from torch import Tensor
 from ..jacobian.parallel.shards import whole_losses
 from ..jacobian.recording.paths import check_losses
 from ..jacobian.tape import Tape
-from ..mechanisms.sums import Recording, Summation
+from ..mechanisms.sums import Recording, RunAgain, Summation
 from ..model_check.rehearsal.row_digests import RowAnswers, direction
 from ..model_check.rehearsal.turn import Answers, Turn
 from ..sampling.batches import BatchRequest
@@ -222,6 +222,10 @@ class StepRun:
                     part.first.check_repeated(FirstRun.of(answered.code, answers.losses, answered.sums))
                 part.answered = answered
                 return None
+        except RunAgain:
+            pending.close()
+            rehearsals.restart(part, None)
+            return next(part.script)
         except BaseException as error:
             pending.close()
             part.script.close()

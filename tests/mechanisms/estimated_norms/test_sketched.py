@@ -671,6 +671,26 @@ def test_prefetched_tangents_change_nothing(monkeypatch):
     assert len(prefetched) == 9
 
 
+@pytest.mark.parametrize("microbatch_size", [None, 3])
+def test_a_batch_at_a_kink_where_the_repeated_forward_has_other_bits_is_projected_by_its_own_graph(microbatch_size):
+    """As for a fused LSTM before a ReLU: here one example changes its sign wherever its forward is repeated."""
+    trained_weights, dataset = [], data()
+
+    def forward(m, x):
+        is_repeated = not torch.is_grad_enabled()
+        return torch.where((x[:, :1] > 9) & is_repeated, -1.0, 1.0) * m.body(x)
+
+    dataset.tensors[0][7, 0] = 10.0
+    for method in (None, "double vjp"):
+        torch.manual_seed(0)
+        setting, settings = sketched(16, method=method), {"dataset": dataset, "test_seed": 5}
+        settings["performance"] = tp.Performance(microbatch_size=microbatch_size)
+        training = training_of(Calls(forward, body=small()), setting, **settings)
+        trained_weights.append(train(training))
+        assert ("forward mode" in training.explain().partition(";")[0]) == (method is None)
+    torch.testing.assert_close(*trained_weights)
+
+
 class InPlaceLater(nn.Module):
     """Changes its input in place when ``is_late``."""
 

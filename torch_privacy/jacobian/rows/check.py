@@ -168,6 +168,10 @@ def _floor(p: Tensor, dtypes: Collection[torch.dtype]) -> float:
     return p.numel() ** 0.5 * entry
 
 
+class ProjectionsDiffer(Refused):
+    """A sum of rows that disagrees with the projections of these rows."""
+
+
 class ProjectionCheck:
     """Compares sums of rows by ordinary backwards with random projections of the rows: ``v·(Jᵀ c)`` is ``c·(J v)``.
 
@@ -210,7 +214,7 @@ class ProjectionCheck:
             )
         tolerance = max(torch.finfo(part.dtype).eps for part in (self._projections, *total.values())) ** 0.5
         if not difference <= tolerance * scale:
-            raise Refused(
+            raise ProjectionsDiffer(
                 "Sketched: the model's ordinary gradient does not match its random projections. Possible causes: a "
                 "custom backward or a gradient hook that is no derivative, a parameter used outside of model(...), or "
                 "a forward that does not repeat. Remove it."

@@ -28,6 +28,7 @@ class Directions:
 
     def __init__(self, noise_key: bytes, step: int, part: int):
         whole("Directions", step=step, part=part)
+        self.place = step, part
         label = b"directions" + step.to_bytes(8, "big") + part.to_bytes(8, "big")
         self._noise = Noise(hashlib.blake2b(label, key=noise_key, digest_size=KEY_BYTES).digest())
 

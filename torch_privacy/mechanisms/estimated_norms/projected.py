@@ -22,11 +22,12 @@ from ...jacobian.recording.functions import numbers_in
 from ...jacobian.recording.graph import Graph
 from ...jacobian.recording.paths import check_losses
 from ...jacobian.rows.blocks import Direction
-from ...jacobian.rows.check import ProjectionCheck
+from ...jacobian.rows.check import ProjectionCheck, ProjectionsDiffer
 from ...ops._base import is_half
 from ...support.random_state import RandomState
 from ...support.torch_modes import OpMode, full_precision
 from ...support.validate import Refused, one_of
+from ..sums import RunAgain
 from .directions import Directions
 from .jvp import STRATEGIES, BatchingMode, ForwardCall, differentiable_twice, project_prefetched
 from .settings import Projections
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 SMALL = 2**14  # mean number of entries of the forward's values; below it, a torch call costs more than its arithmetic
 # The gradient of a row of padding is zero; its tangent is not, so that forward mode fails once a batch has padding.
 PADDING = "it has no zero for the row of padding_idx in an embedding"
+BY_GRAPH = f"double vjp, {BatchingMode.EACH.value}"  # the strategy that fails for the fewest models
 PREFETCHED_ENTRIES = 2**22  # largest number of entries of output tangents that are kept through the forward
 
 
@@ -56,6 +58,7 @@ class Projector:
         self._checked: Counter[tuple[int, bool]] = Counter()  # (graph, only one example) -> batches
         self._output_entries: int | None = None  # of one forward, once the strategy is known
         self.saw_padding = False  # whether a trained table was looked up with a ``padding_idx``
+        self.by_graph: tuple[int, int] | None = None  # step and (micro)batch that its own graph projects, run again
 
     @property
     def learned(self) -> str | None:
@@ -118,14 +121,15 @@ class Projector:
 
         ``prefetched``: the last group of the directions along which tangents were prefetched, if they were.
         """
+        known = BY_GRAPH if directions.place == self.by_graph else self.strategy
         self._output_entries = sum(size for call in calls for size in call.sizes)
         if self.strategy is not None and prefetched is not None:
             projections = project_prefetched(losses, calls, STRATEGIES[self.strategy].batching)
             groups = ((prefetched, projection) for projection in projections)
             return self._estimated(self.strategy, losses, parameters, calls, groups)
-        if self.strategy is not None:
+        if known is not None:
             try:
-                return self._projected(self.strategy, losses, parameters, calls, directions)
+                return self._projected(known, losses, parameters, calls, directions)
             except RuntimeError as error:
                 raise _strategy_failed(error) from error
         reasons: dict[str, str] = {}
@@ -237,6 +241,7 @@ class ProjectedRecording(OpMode):
         self._prefetched: dict[str, Tensor] | None = None  # the last group of directions with prefetched tangents
         self._active: list[tuple[ForwardCall, ExitStack]] = []
         self._outputs: list[GradientEdge] = []
+        self._by_graph = projector.by_graph == directions.place
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         self.code.note_call(func, numbers_in(args))
@@ -253,13 +258,14 @@ class ProjectedRecording(OpMode):
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Starts to record one forward call of the model."""
-        call = ForwardCall(model, args, kwargs, RandomState() if self._projector.repeats_forward else None)
+        repeats = self._projector.repeats_forward and not self._by_graph
+        call = ForwardCall(model, args, kwargs, RandomState() if repeats else None)
         context = ExitStack()
         self._active.append((call, context))
-        if self._projector.prefetches:
+        if self._projector.prefetches and repeats:
             with self.paused():
                 self._prefetch_tangents(call)
-        if self._projector.needs_backends:
+        if self._projector.needs_backends or self._by_graph:
             context.enter_context(differentiable_twice(model))
         context.enter_context(self)
         context.enter_context(self._full_precision())  # rounding would change the distribution of the estimates
@@ -306,6 +312,8 @@ class ProjectedRecording(OpMode):
         Raises:
             Refused: half precision, a parameter that the losses do not reach, losses that no strategy can project, or
                 sums that disagree with the projections.
+            RunAgain: they disagree where the forward was repeated. Its values may have other bits, as in a fused LSTM
+                or attention, and at a kink, such as that of a ReLU or a maximum, other bits have another gradient.
         """
         check_losses(losses)
         graph = Graph(losses)
@@ -320,7 +328,13 @@ class ProjectedRecording(OpMode):
             )
             if observe is not None:
                 observe(jacobian, label)
-            return {} if clip is None else clip(jacobian, label)
+            try:
+                return {} if clip is None else clip(jacobian, label)
+            except ProjectionsDiffer as error:
+                if self._by_graph or not self._projector.repeats_forward:
+                    raise
+                self._projector.by_graph = self._directions.place
+                raise RunAgain from error
 
     def _check_reached(self, graph: Graph, may_miss: set[str]) -> None:
         leaves = {id(getattr(node, "variable", None)) for node in graph.nodes()}
