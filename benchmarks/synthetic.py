@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 import torch
 from sklearn.ensemble import HistGradientBoostingClassifier
+from sklearn.metrics import roc_auc_score
 from tables_tuning import adult, digits, made
 
 from torch_privacy import tables
@@ -29,12 +30,13 @@ from torch_privacy.tables.synthesis.judge import audit, judge
 
 TABLES = {"Adult": (adult, "income"), "made": (made, "target"), "digits": (digits, "digit")}
 CANARIES = 1000
+KINDS = "synthetic", "real"  # rows that gradient boosting learns from
 KEYS = "table", "epsilon", "seed", "generator"
 SCORES = "synthetic rows", "real rows, with the same epsilon", "real rows, without privacy"
 
 
-def boosted(train: pd.DataFrame, test: pd.DataFrame, target: str) -> float:
-    """Returns the test accuracy of gradient boosting; texts are numbered, numbers stay."""
+def boosted(train: pd.DataFrame, test: pd.DataFrame, target: str) -> tuple[float, float]:
+    """Returns test accuracy and area under the ROC curve of gradient boosting; texts are numbered, numbers stay."""
     train, test = train[train[target] != ""], test[test[target].notna()]
     parts = []
     for name in [column for column in train if column != target]:
@@ -43,10 +45,15 @@ def boosted(train: pd.DataFrame, test: pd.DataFrame, target: str) -> float:
         parts.append(numbers if numbers.notna().mean() > 0.5 else pd.Series(pd.factorize(both)[0], both.index))
     features = np.stack([part.to_numpy(float) for part in parts], 1)
     model = HistGradientBoostingClassifier(random_state=0).fit(features[: len(train)], train[target].astype(str))
-    return float((model.predict(features[len(train) :]) == test[target].astype(str)).mean())
+    found, labels = model.predict_proba(features[len(train) :]), test[target].astype(str)
+    accuracy = (model.classes_[found.argmax(1)] == labels).mean()
+    scores = found[:, 1] if len(model.classes_) == 2 else found
+    return float(accuracy), float(roc_auc_score(labels, scores, multi_class="ovr", labels=model.classes_))
 
 
-def one(path: Path, name: str, target: str, epsilon: float, seed: int, generator: str) -> dict[str, object]:
+def one(
+    path: Path, name: str, target: str, epsilon: float, seed: int, generator: str, audits: bool
+) -> dict[str, object]:
     """Makes one generator; returns what is known of it."""
     frame = tables.read_table(path)
     train_rows, test_rows = tables.split(len(frame), seed=seed, share=0.1)
@@ -65,6 +72,7 @@ def one(path: Path, name: str, target: str, epsilon: float, seed: int, generator
         found = judge(synthesizer, train, test, private=run if generator == "aim" else None, seed=seed)
         rows = synthesizer.draw(len(train), seed)
         used = [column for column in train if column in rows]
+        synthetic, real = boosted(rows, test[used], target), boosted(train, test, target)
         line: dict[str, object] = {
             **dict(zip(KEYS, (name, epsilon, seed, generator), strict=True)),
             "certified": run.profile().epsilon_high(settings.delta),
@@ -75,10 +83,11 @@ def one(path: Path, name: str, target: str, epsilon: float, seed: int, generator
             "sampling": found.sampling,
             "num_lost": sum(map(len, found.lost.values())),
             "scores": dict(found.scores),
-            "boosted": {"synthetic": boosted(rows, test[used], target), "real": boosted(train, test, target)},
+            "boosted": {"synthetic": synthetic[0], "real": real[0]},
+            "area": {"synthetic": synthetic[1], "real": real[1]},
             "columns": len(used),
         }
-        if seed == 0:
+        if seed == 0 and audits:
             line["audit"] = {
                 key: value
                 for key, value in audit(run, CANARIES).as_json().items()
@@ -99,6 +108,7 @@ def shown(lines: Sequence[dict]) -> list[str]:
         "distance, pairs",
         *SCORES,
         "boosted",
+        "boosted, AUC",
         "seconds",
     )
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -107,13 +117,15 @@ def shown(lines: Sequence[dict]) -> list[str]:
         groups.setdefault((line["table"], line["epsilon"], line["generator"]), []).append(line)
     for (name, epsilon, generator), group in sorted(groups.items()):
         scores = [[line["scores"][key] for line in group if key in line["scores"]] for key in SCORES]
-        boosted = [_percent([line["boosted"][key] for line in group], 1) for key in ("synthetic", "real")]
+        boosted = [_percent([line["boosted"][key] for line in group], 1) for key in KINDS]
+        areas = [_of_ones([line["area"][key] for line in group]) for key in KINDS if all("area" in x for x in group)]
         seconds = [line["seconds"] for line in group]
         cells = [
             f"{name} | {epsilon:g} | {generator} | {len(group)}",
             *(_percent([line[key] for line in group], 2) for key in ("one_way", "two_way")),
             *(_percent(found, 1) if found else "" for found in scores),
-            f"{boosted[0]} / {boosted[1]}",
+            " / ".join(boosted),
+            " / ".join(areas),
             f"{min(seconds):.0f} to {max(seconds):.0f}",
         ]
         rows.append(f"| {' | '.join(cells)} |")
@@ -125,6 +137,11 @@ def _percent(shares: Sequence[float], digits: int) -> str:
     return f"{100 * mean(shares):.{digits}f} ± {error:.{digits}f} %"
 
 
+def _of_ones(numbers: Sequence[float]) -> str:
+    error = stdev(numbers) / len(numbers) ** 0.5 if len(numbers) > 1 else float("nan")
+    return f"{mean(numbers):.3f} ± {error:.3f}"
+
+
 def main() -> None:
     """Makes what is missing in the file."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -134,6 +151,7 @@ def main() -> None:
     parser.add_argument("--epsilons", nargs="+", type=float, default=[1.0, 2.0, 8.0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--generators", nargs="+", default=["aim", "mst", "network"])
+    parser.add_argument("--no-audit", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     lines = [json.loads(line) for line in given.log.read_text().splitlines()] if given.log.exists() else []
@@ -153,7 +171,7 @@ def main() -> None:
                     for generator in given.generators:
                         if (name, epsilon, seed, generator) in done:
                             continue
-                        line = one(paths[name], name, target, epsilon, seed, generator)
+                        line = one(paths[name], name, target, epsilon, seed, generator, not given.no_audit)
                         with given.log.open("a") as file:
                             file.write(json.dumps(line) + "\n")
                         print(json.dumps(line), flush=True)

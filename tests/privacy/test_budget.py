@@ -251,7 +251,8 @@ def test_run_goes_on_where_its_ledger_was_moved_and_not_in_a_copy(tmp_path, budg
 
 def test_run_is_settled_from_a_moved_ledger_with_its_warning(tmp_path, budget):
     ledger = begun_in(tmp_path / "1", budget)
-    ledger.ask_with(lambda: "NOT PRIVATE (a test)")
+    ledger.reason.ask = lambda: "NOT PRIVATE (a test)"
+    ledger.note_warning()
     ledger.close()
     (tmp_path / "1").rename(tmp_path / "2")
     budget.settle_from("one", privacy.Ledger.read(tmp_path / "2"), reason="power failure")

@@ -280,9 +280,8 @@ def test_a_ledger_is_closed_where_the_reason_cannot_be_found(tmp_path):
         raise OSError("no answer")
 
     ledger = privacy.Ledger(tmp_path / "ledger.jsonl")
-    ledger.ask_with(lambda: "")
     ledger.record(privacy.Gaussian(1.0), 0, "a")
-    ledger._ask = fails
+    ledger.reason.ask = fails
     with pytest.raises(OSError, match="no answer"):
         ledger.close()
     with pytest.raises(Refused, match="was closed"):

@@ -2,7 +2,7 @@
 """Provides the ledger: an append-only list of releases, on disk before any release is used."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from .compose import Profile, compose
 from .events.banded import of_own_run
 from .events.base import Event, check_event, event_from_dict, event_to_dict
 from .ledger_file import CHOOSE, FORMAT, KNOWN_FORMATS, LedgerFile, Line
-from .release import PendingRelease, Release, is_same_sum
+from .release import PendingRelease, Reason, Release, is_same_sum
 
 STATE = {  # of a ledger, in a checkpoint
     "type": "object",
@@ -66,8 +66,7 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str] | None = None, purpose: str = "", run: str = ""):
         self.purpose, self.run = purpose, run
-        self._warning, self._ask = "", str  # why the releases are not private, as their training has said
-        self._written, self._noted = "", 0  # the reason in the file, and the number of releases when it was asked for
+        self.reason = Reason()  # why the releases are not private
         self._events: list[Event] = []  # each distinct event once
         self._releases: list[tuple[int, str]] = []  # index into events, fingerprint
         self._merged: tuple[list[tuple[Event, int]], int] = [], 0  # equal neighbors merged, and the number of releases
@@ -217,34 +216,11 @@ class Ledger:
     @property
     def warning(self) -> str:
         """Returns the reason why the releases are not private; "" if they are."""
-        self._warning = self._ask() or self._warning
-        return self._warning
-
-    @property
-    def noted_warning(self) -> str:
-        """Returns the same as far as it is known without asking the training, as from a file or a state."""
-        return self._warning
-
-    def ask_with(self, why_not_private: Callable[[], str]) -> None:
-        """Takes a function that returns the reason why the releases are not private, "" if they are.
-
-        A file gets the reason when it is known, at the latest with the next `sync` after a release.
-        """
-        self._ask = why_not_private
-        self.note_warning()
+        return self.reason.now()
 
     def note_warning(self) -> None:
         """Writes the reason why the releases are not private into the file, if there is one that it has not."""
-        self._noted, self._warning = len(self), self.warning
-        self._write_warning()
-
-    def _write_warning(self) -> None:
-        if self._warning != self._written and self._file is not None and self._file.is_open:
-            self._file.append(*self._file.encode([{"warning": self._warning}]))
-            self._written = self._warning
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_warning": self.warning, "_ask": str}  # a copy knows what is known now
+        self.reason.note(len(self), self._file)
 
     def _merged_until(self, number: int) -> tuple[list[tuple[Event, int]], int]:
         """Returns the first releases with equal neighbors merged, and their number."""
@@ -299,8 +275,9 @@ class Ledger:
         for step in range(len(self), len(releases)):
             index, fingerprint = releases[step]
             self.record(events[index], step, fingerprint)
-        self._warning = state.get("warning", "") or self._warning
-        self._write_warning()  # without asking: weights that are loaded first are not those of the releases here
+        self.reason.known = state.get("warning", "") or self.reason.known
+        # without asking: weights that are loaded first are not those of these releases
+        self.reason.write(self._file)
 
     def sync(self) -> None:
         """Returns when all releases are on the disk itself, safe from power failure.
@@ -309,21 +286,16 @@ class Ledger:
             Refused: if the disk reports an error; the ledger then takes no further release.
         """
         if self._file is not None:
-            self._note_if_new()
+            self.reason.note_if_new(len(self), self._file)
             self._file.sync()
 
     def close(self) -> None:
         """Syncs and closes the file; the ledger can still be read."""
         if self._file is not None:
             try:
-                self._note_if_new()
+                self.reason.note_if_new(len(self), self._file)
             finally:
                 self._file.close()
-
-    def _note_if_new(self) -> None:
-        """Asks about releases made since the last time: what comes after the last one is not about them."""
-        if len(self) > self._noted:
-            self.note_warning()
 
     def _check_replay(self, event: Event, step: int, fingerprint: str) -> None:
         if self.differs(event, step, fingerprint):
@@ -368,9 +340,7 @@ class Ledger:
             _check_whole(line["define"], len(self._events), "events are defined in order")
             self._events.append(event_from_dict(line["event"]))
         elif "warning" in line:
-            if not isinstance(line["warning"], str):
-                raise ValueError(f"warning {line['warning']!r} is not a string")
-            self._warning = self._written = line["warning"]
+            self.reason.take(line["warning"])
         else:
             index, fingerprint = line["event"], line["fingerprint"]
             _check_whole(index, None, "an event is named by its number")

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides `Release`, one entry of a ledger, and says which descriptions are of one sum."""
+"""Provides `Release`, one entry of a ledger, why such are not private, and which descriptions are of one sum."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from .events.base import REMOVALS, Event, check_event, event_to_dict
+from .ledger_file import LedgerFile
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,51 @@ class PendingRelease:
     index: int
     step: int
     fingerprint: str
+
+
+class Reason:
+    """Why the releases of a ledger are not private: a file has it when it is known, at the latest with the next sync.
+
+    Attributes:
+        ask: returns the reason as their training sees it now, "" if they are private.
+        known: the reason as far as it is known without asking, as from a file or a state.
+    """
+
+    def __init__(self) -> None:
+        self.ask: Callable[[], str] = str
+        self.known = self._written = ""
+        self._number = 0  # of releases when it was asked for
+
+    def now(self) -> str:
+        """Returns the reason; one that was known stays."""
+        self.known = self.ask() or self.known
+        return self.known
+
+    def note(self, number: int, file: LedgerFile | None) -> None:
+        """Asks about this number of releases, and writes the reason into the file."""
+        self._number = number
+        self.now()
+        self.write(file)
+
+    def note_if_new(self, number: int, file: LedgerFile | None) -> None:
+        """Asks if releases were made since the last time: what comes after the last one is not about them."""
+        if number > self._number:
+            self.note(number, file)
+
+    def write(self, file: LedgerFile | None) -> None:
+        """Writes what is known into the file, unless it has that or is closed."""
+        if self.known != self._written and file is not None and file.is_open:
+            file.append(*file.encode([{"warning": self.known}]))
+            self._written = self.known
+
+    def take(self, found: Any) -> None:
+        """Takes the reason that a line of a file has."""
+        if not isinstance(found, str):
+            raise ValueError(f"warning {found!r} is not a string")
+        self.known = self._written = found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "known": self.now(), "ask": str}  # a copy knows what is known now
 
 
 def is_same_sum(event: Event, other: Event) -> bool:

@@ -261,7 +261,8 @@ class PrivateTraining(Reporting):
         self._state.rehearsals = make_rehearsals(setup, self._state, self)
         listener, meeting = together(observation, self._resuming.files, called), Meeting.of(setup, self._state)
         why_not_private = while_alive(self, lambda alive: alive._setup.account.why_not_private(alive._progress()), "")
-        self.ledger.ask_with(why_not_private)
+        self.ledger.reason.ask = why_not_private
+        self.ledger.note_warning()
         self._runs = StepRun(setup, self._state, meeting, listener)
         self._releaser = Releaser(setup, self._state, meeting, listener, self._resuming)
         self._run: Run | None = None  # of the step in progress

@@ -306,8 +306,8 @@ class Account:
             return progress.coupled
         if progress.moved_otherwise:
             return MOVED.format(progress.moved_otherwise)
-        if self._ledger.noted_warning:  # of releases that a state from before them does not know
-            return self._ledger.noted_warning
+        if self._ledger.reason.known:  # of releases that a state from before them does not know
+            return self._ledger.reason.known
         if self._settings.num_canaries:
             return AUDIT
         return next((release.warning for release in self._settings.prior_releases if release.warning), None)
