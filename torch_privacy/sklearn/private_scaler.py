@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -33,6 +35,33 @@ SIZES = 10  # powers of ten between the largest bound and the smallest values th
 HISTOGRAMS = 2
 
 
+@dataclass(frozen=True)
+class FeatureScales:
+    """Holds what becomes [-1, 1] of each feature, all (d,): see `PrivateScaler`."""
+
+    center: Array
+    scale: Array
+    log_unit: Array
+    is_learned: Array
+
+    @classmethod
+    def of(cls, scales: Sequence[Scale], found: Array, low: Array, high: Array) -> FeatureScales:
+        """Returns those of the features, within their bounds; ``found`` says where something stood out."""
+        unit = np.array([np.nan if scale.log_unit is None else scale.log_unit for scale in scales])
+        ends = np.clip(np.array([[scale.low, scale.high] for scale in scales]).T, low, high)
+        first, last = (_logarithms(end, unit) for end in ends)
+        return cls(first / 2 + last / 2, last / 2 - first / 2, unit, found)
+
+    def scaled(self, x: Array) -> Array:
+        """Returns the rows (n, d), within their bounds, in [-1, 1]."""
+        return np.clip((_logarithms(x, self.log_unit) - self.center) / self.scale, -1, 1)
+
+
+def _logarithms(x: Array, unit: Array) -> Array:
+    """Returns f of the rows (n, d), or of one (d,)."""
+    return np.where(np.isnan(unit), x, np.log1p(np.maximum(x, 0) / np.nan_to_num(unit, nan=1.0)))
+
+
 @naming_arguments
 class PrivateScaler(RemembersFits, OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
     """Centers and scales features privately: ``clip((f(clip(x, low, high)) - center) / scale, -1, 1)``.
@@ -54,6 +83,7 @@ class PrivateScaler(RemembersFits, OneToOneFeatureMixin, TransformerMixin, BaseE
         test_seed: fixes the noise, for tests only; every statement then says NOT PRIVATE.
 
     Attributes:
+        scales_: what was learned; of it:
         center_, scale_: (d,) middle and half length of what becomes [-1, 1], as values of f.
         log_unit_: (d,) unit of the logarithm; NaN for the identity.
         is_learned_: (d,) False where nothing stood out of the noise; the bounds are then taken for the scale.
@@ -98,10 +128,7 @@ class PrivateScaler(RemembersFits, OneToOneFeatureMixin, TransformerMixin, BaseE
 
     release_: privacy.Release
     spent_: Spent
-    center_: Array
-    scale_: Array
-    log_unit_: Array
-    is_learned_: Array
+    scales_: FeatureScales
 
     def __init__(
         self,
@@ -143,7 +170,7 @@ class PrivateScaler(RemembersFits, OneToOneFeatureMixin, TransformerMixin, BaseE
         if reservation is not None:
             reservation.settle(fingerprints=[digest], warning=warning or "")
         self.release_ = privacy.Release(event, digest, warning or "")
-        self._keep(scales, found, low, high)
+        self.scales_ = FeatureScales.of(scales, found, low, high)
         fit.fingerprint = digest
         note_scaled(X, self._scaled(X))
         profile = privacy.compose([(event, 1)])
@@ -161,8 +188,28 @@ class PrivateScaler(RemembersFits, OneToOneFeatureMixin, TransformerMixin, BaseE
 
     def transform(self, X: Any) -> Array:
         """Returns the scaled rows, (n, d), in [-1, 1]; NaN stays."""
-        check_is_fitted(self, "center_")
+        check_is_fitted(self, "scales_")
         return self._scaled(self._validated(X, reset=False))
+
+    @property
+    def center_(self) -> Array:
+        """Returns (d,) the middle of what becomes [-1, 1], as values of f."""
+        return self.scales_.center
+
+    @property
+    def scale_(self) -> Array:
+        """Returns (d,) half the length of what becomes [-1, 1], as values of f."""
+        return self.scales_.scale
+
+    @property
+    def log_unit_(self) -> Array:
+        """Returns (d,) the unit of the logarithm; NaN for the identity."""
+        return self.scales_.log_unit
+
+    @property
+    def is_learned_(self) -> Array:
+        """Returns (d,) False where nothing stood out of the noise."""
+        return self.scales_.is_learned
 
     def _validated(self, X: Any, reset: bool) -> Array:
         return cast(Array, validate_data(self, X, reset=reset, dtype=FLOATS, ensure_all_finite=False))
@@ -209,23 +256,10 @@ class PrivateScaler(RemembersFits, OneToOneFeatureMixin, TransformerMixin, BaseE
         digest = hashlib.sha256(b"".join(part.tobytes() for part in released)).hexdigest()
         return scales, np.array([j in ranges for j in range(d)]), digest
 
-    def _keep(self, scales: list[Scale], found: Array, low: Array, high: Array) -> None:
-        ends = np.clip(np.array([[scale.low, scale.high] for scale in scales]).T, low, high)
-        self.is_learned_ = found
-        self.log_unit_ = np.array([np.nan if scale.log_unit is None else scale.log_unit for scale in scales])
-        first, last = (self._logarithms(end) for end in ends)
-        self.center_, self.scale_ = first / 2 + last / 2, last / 2 - first / 2
-
-    def _logarithms(self, x: Array) -> Array:
-        """Returns f of the rows (n, d), or of one (d,)."""
-        return np.where(
-            np.isnan(self.log_unit_), x, np.log1p(np.maximum(x, 0) / np.nan_to_num(self.log_unit_, nan=1.0))
-        )
-
     def _scaled(self, X: Array) -> Array:
         low, high = checked_bounds("PrivateScaler", "bounds", self.bounds, X.shape[1])
-        values = self._logarithms(np.clip(X.astype(np.float64), low, high))  # so that nothing overflows
-        return np.clip((values - self.center_) / self.scale_, -1, 1).astype(X.dtype)
+        values = np.clip(X.astype(np.float64), low, high)  # so that nothing overflows
+        return self.scales_.scaled(values).astype(X.dtype)
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
