@@ -124,7 +124,7 @@ def test_examples_in_place_of_a_loader_say_what_is_protected():
         other.step(again.losses(batch))
     assert_same(module, again)
     assert trainer.global_step == fit.training.settings.num_steps == other.settings.num_steps
-    with pytest.raises(TypeError, match=r"tp.Examples\(dataset, per_owner=2\) in place of the train DataLoader"):
+    with pytest.raises(TypeError, match=r"tp.Examples\(dataset, per_owner=...\) in place of the train DataLoader"):
         PrivateFit(expected_batch_size=5, per_owner=2)
 
 

@@ -114,7 +114,8 @@ def test_examples_leave_to_the_trainer_what_it_sets(tmp_path):
         with pytest.raises(ValueError, match=r"leave (collate_fn|num_workers)= out of Examples: it is set by"):
             trainer_of(tmp_path, bert(), tp.Examples(encoded(), **own))
     with pytest.raises(
-        TypeError, match=r"pass tp.Examples\(dataset, views=2\) in place of train_dataset and performance"
+        TypeError,
+        match=r"views= is now tp.Examples\(dataset, views=...\) in place of train_dataset; memory_budget= is now p",
     ):
         trainer_of(tmp_path, bert(), encoded(), privacy={"views": 2, "memory_budget": 2.0})
 

@@ -46,7 +46,7 @@ def checked_privacy(privacy: Mapping[str, Any], args: TrainingArguments) -> dict
             f"{WHERE}: privacy={privacy!r} must hold keywords of PrivateTraining, such as "
             "dict(expected_batch_size=1024, clipping=tp.Automatic(), target_epsilon=8.0, delta=1e-6)."
         )
-    refuse_moved(WHERE, {k: v for k, v in privacy.items() if k not in SET_BY_TRAINER}, "train_dataset")
+    refuse_moved(WHERE, [name for name in privacy if name not in SET_BY_TRAINER], "train_dataset")
     wrong = [f"{name!r} (set by {SET_BY_TRAINER[name]})" for name in privacy if name in SET_BY_TRAINER]
     unknown = [name for name in privacy if name not in SET_BY_TRAINER and name not in ALLOWED]
     wrong += [f"{name!r}{hint_for(name, ALLOWED)}" for name in unknown]

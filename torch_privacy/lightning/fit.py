@@ -78,7 +78,7 @@ class PrivateFit(Callback):
 
     def __init__(self, **privacy: Any):
         known = set(inspect.signature(PrivateTraining).parameters) - {*TAKEN, "old"}
-        refuse_moved(WHERE, {k: v for k, v in privacy.items() if k not in TAKEN}, "the train DataLoader")
+        refuse_moved(WHERE, [name for name in privacy if name not in TAKEN], "the train DataLoader")
         for name in privacy:
             if name in TAKEN:
                 raise ValueError(f"{WHERE}: leave out {name}=, which comes from Trainer, module and train DataLoader.")

@@ -90,7 +90,7 @@ class Given:
         of_rule = ADAPTIVE if self.clipping == "adaptive" else ()
         more = {name: value for name, value in self.more.items() if name not in of_rule}
         if unknown := more.keys() - {*OURS}:
-            refuse_moved(WHERE, {name: more[name] for name in unknown & {"memory_budget", "microbatch_size"}}, "")
+            refuse_moved(WHERE, sorted(unknown & {"memory_budget", "microbatch_size"}))
             names = [field.name for field in fields(self) if field.name != "more"] + [*OURS]
             close = [near for name in sorted(unknown) for near in get_close_matches(name, names, 1)]
             meant = f" (did you mean {quoted(close)}?)" if close else ""

@@ -203,7 +203,7 @@ class PrivateTraining(Reporting):
         test_seed: int | None = None,
         **old: Never,  # former keywords, which are refused with their new spelling
     ):
-        refuse_unknown(PrivateTraining.__init__, "PrivateTraining", clipping, old)
+        refuse_unknown(PrivateTraining.__init__, "PrivateTraining", old)
         placement = placement_of(model)
         with placement.ranks.together("begins a training"):
             called, examples = Callbacks(callbacks, placement.ranks), examples_of(dataset)
