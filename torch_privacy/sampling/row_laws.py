@@ -77,7 +77,7 @@ def stored_in(shadow: DatasetShadow, n: int) -> list[StoredRows]:
     """Returns everything with rows that a data set of n items stores, except for what has fewer rows than items."""
     finder = _Finder(n)
     scope = [RowLaw(n, np.arange(n), of_items=True)]
-    for name, value in [("", shadow.root), *((str(slot), value) for slot, value in shadow.slots)]:
+    for name, value in [("", shadow.root), *((name, value) for name, _, _, value in shadow.slots)]:
         finder.visit(value, name, scope)
     return finder.found
 

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..support.held_state import Attributes, Entry, names_in, place_of, slots_of
 from .stored_rows import kind_of
 
 MANY = 1000  # entries of a container up to which each is looked at
@@ -40,53 +41,12 @@ class TooLarge(Exception):
     """Raised if a data set has too many parts to be copied."""
 
 
-@dataclass(frozen=True, eq=False)
-class CodeSlot:
-    """A place outside of the data set's objects from which its code reads: a global, a closure, a default, a class."""
-
-    kind: str
-    holder: Any
-    name: str
-
-    def get(self) -> Any:
-        """Returns what is there."""
-        if self.kind == "closure":
-            return self.holder.cell_contents
-        return vars(self.holder)[self.name] if self.kind == "class" else self.holder[self.name]
-
-    def set(self, value: Any) -> None:
-        """Puts a value there."""
-        if self.kind == "closure":
-            self.holder.cell_contents = value
-        elif self.kind == "class":
-            setattr(self.holder, self.name, value)
-        else:
-            self.holder[self.name] = value
-
-    def __str__(self) -> str:
-        return {"class": f"{getattr(self.holder, '__name__', '')}.{self.name}"}.get(self.kind, self.name)
-
-
-class _Defaults(dict):
-    """Presents the default arguments of a function as entries of a dictionary."""
-
-    def __init__(self, function: types.FunctionType):
-        super().__init__()
-        self.function = function
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self.function, name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self.function, name, value)
-
-
 @dataclass
 class DatasetShadow:
     """A copy of a data set, and of the globals, closures, defaults and class attributes that its code reads."""
 
     root: Any
-    slots: list[tuple[CodeSlot, Any]] = field(default_factory=list)
+    slots: list[Entry] = field(default_factory=list)  # what its code reads besides, with copies as values
     has_generators: bool = False  # whether random generators of its own were found
 
     @classmethod
@@ -102,20 +62,21 @@ class DatasetShadow:
         for new in exchanged.values():
             if transforms_of(new) is not None:
                 new._format_kwargs = copier.copy(new._format_kwargs)
-        return DatasetShadow(copier.copy(self.root), [(slot, copier.copy(value)) for slot, value in self.slots])
+        slots = [(name, holder, key, copier.copy(value)) for name, holder, key, value in self.slots]
+        return DatasetShadow(copier.copy(self.root), slots)
 
     @contextmanager
     def in_place(self) -> Iterator[Any]:
         """Lets the data set's code read the copies of globals, closures, ... within the ``with`` block."""
-        before: list[tuple[CodeSlot, Any]] = []
+        before: list[Entry] = []
         try:
-            for slot, value in self.slots:
-                before.append((slot, slot.get()))
-                slot.set(value)
+            for name, holder, key, value in self.slots:
+                before.append((name, holder, key, holder[key]))
+                holder[key] = value
             yield self.root
         finally:
-            for slot, value in reversed(before):
-                slot.set(value)
+            for _, holder, key, value in reversed(before):
+                holder[key] = value
 
 
 class _Copier:
@@ -131,7 +92,7 @@ class _Copier:
         self._alive: list[Any] = []  # so that no id is used twice
         self._follow, self._seen = follow, set[int]()
         self._seen_places: set[tuple[int, str]] = set()
-        self.slots: dict[tuple[int, str], tuple[CodeSlot, Any]] = {}
+        self.slots: dict[tuple[int, str], Entry] = {}
         self.has_generators = False
 
     def copy(self, value: Any) -> Any:
@@ -226,13 +187,13 @@ class _Copier:
     def _look_at(self, function: types.FunctionType) -> None:
         """Notes the slots that a function reads."""
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._note(CodeSlot("closure", cell, name))
+            self._note(name, Attributes(cell), "cell_contents")
         for name in ("__defaults__", "__kwdefaults__"):
             if getattr(function, name):
-                self._note(CodeSlot("default", _Defaults(function), name), key=id(function))
+                self._note(name, Attributes(function), name)
         if not _is_own_code(function.__code__.co_filename):
             return
-        names = [*_names(function.__code__)]
+        names = names_in(function.__code__)
         for name in names:
             if name not in function.__globals__:
                 continue
@@ -241,23 +202,23 @@ class _Copier:
                 if _is_own_code(getattr(value, "__file__", None) or "/"):
                     for other in names:
                         if other in vars(value):
-                            self._note(CodeSlot("global", vars(value), other))
+                            self._note(other, vars(value), other)
             else:
-                self._note(CodeSlot("global", function.__globals__, name))
+                self._note(name, function.__globals__, name)
 
-    def _note(self, slot: CodeSlot, key: int | None = None) -> None:
-        place = id(slot.holder) if key is None else key, slot.name
-        if place in self.slots or place in self._seen_places:
+    def _note(self, name: str, holder: MutableMapping[str, Any], key: str) -> None:
+        place = place_of(holder), key
+        if place in self._seen_places:
             return
         self._seen_places.add(place)
         try:
-            value = slot.get()
-            slot.set(value)
-        except (ValueError, AttributeError, TypeError):  # an empty cell, a class that is closed
+            value = holder[key]
+            holder[key] = value
+        except (KeyError, AttributeError, TypeError):  # an empty cell, a class that is closed
             return
         new = self.copy(value)
         if not isinstance(value, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
-            self.slots[place] = slot, new
+            self.slots[place] = name, holder, key, new
 
     def _look_at_class(self, kind: type) -> None:
         """Notes what a class's own code reads, and the data that it holds."""
@@ -273,7 +234,7 @@ class _Copier:
                     self.copy(function)
                 is_data = not _functions_of(value) or isinstance(value, _LRU)
                 if is_data and not name.startswith("__") and not hasattr(type(value), "__set__"):
-                    self._note(CodeSlot("class", base, name))
+                    self._note(f"{base.__name__}.{name}", Attributes(base), name)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -295,8 +256,7 @@ def transforms_of(value: Any) -> Any:
 
 def _is_python_class(kind: type) -> bool:
     """True if the class's objects hold Python's attributes alone, and nothing of an extension."""
-    names = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    slots = {name for own in names for name in ((own,) if isinstance(own, str) else own)} - {"__dict__", "__weakref__"}
+    slots = {name for base in kind.__mro__ for name in slots_of(base)}
     has_pointer = kind.__dictoffset__ != 0 and not kind.__flags__ & _MANAGED_DICT
     words = has_pointer + (kind.__weakrefoffset__ > 0) + len(slots)
     return kind.__itemsize__ == 0 and kind.__basicsize__ <= object.__basicsize__ + words * _WORD
@@ -320,14 +280,6 @@ def _functions_of(value: Any) -> list[Any]:
         value = value.func
     found = [value.fget, value.fset] if isinstance(value, property) else [value]
     return [function for function in found if isinstance(function, (types.FunctionType, _LRU))]
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Yields the names that code reads, inner functions included."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 @functools.cache

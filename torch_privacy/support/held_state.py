@@ -56,10 +56,10 @@ def state_entries(modules: Modules) -> Iterator[Entry]:
 
 def place_of(holder: Any) -> int:
     """Returns what identifies the holder of an entry."""
-    return id(holder.target if type(holder) is _Attributes else holder)
+    return id(holder.target if type(holder) is Attributes else holder)
 
 
-class _Attributes(MutableMapping[str, Any]):
+class Attributes(MutableMapping[str, Any]):
     """The attributes of a class, a function or a cell as a dictionary."""
 
     def __init__(self, target: Any):
@@ -146,7 +146,7 @@ class _Walk:
             yield from self._in_container(name, value)
         elif isinstance(value, (MethodType, partial, staticmethod, classmethod, property)):
             if isinstance(value, partial):
-                yield f"{name}.keywords", _Attributes(value), "keywords", value.keywords
+                yield f"{name}.keywords", Attributes(value), "keywords", value.keywords
             for part in _INSIDE[next(one for one in _INSIDE if isinstance(value, one))]:
                 yield from self._parts(name, getattr(value, part))
         elif isinstance(value, nn.Module):
@@ -177,7 +177,7 @@ class _Walk:
             yield from self._parts(f"{name}.{key}", part)
         for key in slots:
             if hasattr(value, key):
-                yield f"{name}.{key}", _Attributes(value), key, getattr(value, key)
+                yield f"{name}.{key}", Attributes(value), key, getattr(value, key)
                 yield from self._parts(f"{name}.{key}", getattr(value, key))
         yield from self._of_class(kind)
 
@@ -188,7 +188,7 @@ class _Walk:
                 continue
             for key, value in list(vars(cls).items()):
                 if not key.startswith("__") and not hasattr(type(value), "__get__") and not _is_code(value):
-                    yield f"{cls.__qualname__}.{key}", _Attributes(cls), key, value
+                    yield f"{cls.__qualname__}.{key}", Attributes(cls), key, value
                 if key not in ("__dict__", "__weakref__"):
                     yield from self._parts(f"{cls.__qualname__}.{key}", value)
 
@@ -199,7 +199,7 @@ class _Walk:
         name = func.__qualname__
         for key in ("__defaults__", "__kwdefaults__"):
             if (value := getattr(func, key)) is not None:
-                yield f"{name}.{key}", _Attributes(func), key, value
+                yield f"{name}.{key}", Attributes(func), key, value
                 yield from self._parts(f"{name}.{key}", value)
         for key, value in list(vars(func).items()):
             yield f"{name}.{key}", vars(func), key, value
@@ -213,7 +213,7 @@ class _Walk:
                 yield from self._of_global(f"{func.__module__}.{key}", space, key)
 
     def _of_cell(self, name: str, cell: CellType) -> Iterator[Entry]:
-        holder = _Attributes(cell)
+        holder = Attributes(cell)
         if "cell_contents" in holder and self._is_new(cell):
             value = cell.cell_contents
             if not _is_code(value):
