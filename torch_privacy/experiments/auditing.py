@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, TensorDataset
 import torch_privacy as tp
 from torch_privacy.experiments import OWN_TABLE, TRAININGS, load_trainable
 from torch_privacy.experiments.fitting import losses_and_scores, new_training
-from torch_privacy.experiments.task import check_names, check_numbers, check_settings, num_units
+from torch_privacy.experiments.opening import study_and_settings
+from torch_privacy.experiments.task import check_settings, num_units
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.support.read_file import read_bytes
 from torch_privacy.training.machine import number_of_threads
@@ -47,10 +48,7 @@ def audit_experiment(
         folder: for the ledger of the audited training.
         options: further arguments of `tp.audit`.
     """
-    study = load_trainable(experiment)
-    check_names(experiment, study.settings(), settings)
-    chosen = study.settings(**settings)
-    check_numbers(chosen)
+    study, chosen = study_and_settings(experiment, settings)
     task = study.task(chosen)
     check_settings(chosen, num_units(task))
 

@@ -121,23 +121,19 @@ def check_priced(ranks: Ranks, settings: Settings, task: Task) -> None:
     """Raises a ``ValueError`` before training if no epsilon can be computed for these settings."""
     training = new_training(settings, task, None)
 
-    def check() -> int:
-        _check_prices(settings, training)
-        return 0
+    def price() -> None:
+        try:
+            steps_of_an_epoch = max(1, round(training.settings.num_steps / max(1, settings.epochs)))
+            privacy.compose(releases_of(training, steps_of_an_epoch)).epsilon(settings.delta)
+            summarize(releases_of(training, training.settings.num_steps), settings.delta)
+        except (ArithmeticError, ValueError) as error:
+            raise ValueError(
+                f"train: no epsilon can be computed for the noise multiplier {settings.noise_multiplier!r} with "
+                f"batches of {settings.expected_batch_size} examples ({str(error).rstrip('.')}). Use another noise "
+                "multiplier."
+            ) from None
 
-    ranks.first_does("computes epsilon", check)
-
-
-def _check_prices(settings: Settings, training: tp.PrivateTraining) -> None:
-    try:
-        steps_of_an_epoch = max(1, round(training.settings.num_steps / max(1, settings.epochs)))
-        privacy.compose(releases_of(training, steps_of_an_epoch)).epsilon(settings.delta)
-        summarize(releases_of(training, training.settings.num_steps), settings.delta)
-    except (ArithmeticError, ValueError) as error:
-        raise ValueError(
-            f"train: no epsilon can be computed for the noise multiplier {settings.noise_multiplier!r} with batches of "
-            f"{settings.expected_batch_size} examples ({str(error).rstrip('.')}). Use another noise multiplier."
-        ) from None
+    ranks.first_does("computes epsilon", price)
 
 
 def test_score(task: Task, model: nn.Module) -> float:

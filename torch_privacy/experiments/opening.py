@@ -92,7 +92,7 @@ def _check_devices(ranks: Ranks, task: Task) -> None:
 
 
 def study_and_settings(experiment: str, chosen: dict[str, Any]) -> tuple[Study, Settings]:
-    """Returns the study and the settings of a checkpoint; raises a ``ValueError`` unless they are valid."""
+    """Returns the study, and its settings with those chosen; raises a ``ValueError`` unless they are valid."""
     study = load_trainable(experiment)
     check_names(experiment, study.settings(), chosen)
     settings = study.settings(**chosen)

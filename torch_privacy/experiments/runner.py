@@ -8,7 +8,7 @@ In a process group of several ranks every rank makes the same calls. The network
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -20,7 +20,7 @@ from torch import nn
 
 import torch_privacy as tp
 from torch_privacy import privacy
-from torch_privacy.experiments import baseline, load_trainable, opening
+from torch_privacy.experiments import baseline, opening
 from torch_privacy.experiments.fitting import (
     check_priced,
     length,
@@ -31,14 +31,7 @@ from torch_privacy.experiments.fitting import (
     test_score,
     unwrapped,
 )
-from torch_privacy.experiments.task import (
-    Settings,
-    Task,
-    check_names,
-    check_numbers,
-    check_settings,
-    num_units,
-)
+from torch_privacy.experiments.task import Settings, Task, check_settings, num_units
 from torch_privacy.privacy.summary import Summary, summarize
 from torch_privacy.runs.folder import RunFolder, published
 from torch_privacy.runs.metrics import Log, Progress
@@ -84,22 +77,19 @@ class Run:
         with ranks.together("prepares a run"):
             if ranks.is_first:
                 folder.check_new()
-            study = load_trainable(experiment)
-            check_names(experiment, study.settings(), chosen)
-            settings = study.settings(**chosen)
-            check_numbers(settings)
+            study, settings = opening.study_and_settings(experiment, chosen)
         with opening.leaving_its_price(folder):
             task = opening.task(ranks, study, settings, new_ledger=partial(opening.new_ledger, folder))
             with ranks.together("checks the settings"):
                 check_settings(settings, num_units(task))
             check_priced(ranks, settings, task)
-            _first(ranks, "creates the folder", partial(opening.create, folder))
+            ranks.first_does("creates the folder", partial(opening.create, folder))
             run = cls._build(ranks, folder, experiment, settings, task)
         written = {"experiment": experiment, **asdict(settings)}
-        _first(ranks, "writes the settings", lambda: folder.write_settings(written, folder.write_json))
+        ranks.first_does("writes the settings", lambda: folder.write_settings(written, folder.write_json))
         run.checkpoint()
         # After the checkpoint, so that what was learnt privately is never learnt twice.
-        _first(ranks, "writes the schema", run._write_schema)
+        ranks.first_does("writes the schema", run._write_schema)
         return run
 
     @classmethod
@@ -110,9 +100,9 @@ class Run:
             ValueError: If the folder holds no unfinished run, is in use, or its settings or checkpoint were changed.
         """
         ranks, folder = Ranks.here(), RunFolder(path)
-        _first(ranks, "locks the folder", partial(opening.lock, folder))
+        ranks.first_does("locks the folder", partial(opening.lock, folder))
         state: dict[str, Any] = {}  # empty but on rank 0
-        _first(ranks, "reads the checkpoint", lambda: state.update(opening.state_in(folder)))
+        ranks.first_does("reads the checkpoint", lambda: state.update(opening.state_in(folder)))
         keys = state.pop("training", {})
         state = ranks.from_first(state)
         with ranks.together("prepares the run"):
@@ -121,7 +111,7 @@ class Run:
         run = cls._build(ranks, folder, state["experiment"], settings, opening.task(ranks, study, settings, *released))
         try:
             run._restore(keys, state)
-            _first(ranks, "writes the schema", run._write_schema)
+            ranks.first_does("writes the schema", run._write_schema)
         except BaseException:
             run.close()
             raise
@@ -129,7 +119,7 @@ class Run:
 
     @classmethod
     def _build(cls, ranks: Ranks, folder: RunFolder, experiment: str, settings: Settings, task: Task) -> Run:
-        _first(ranks, "tries to draw", lambda: try_page(folder))
+        ranks.first_does("tries to draw", lambda: try_page(folder))
         torch.manual_seed(settings.seed)  # for dropout and the like; never for the batches or the noise
         training = new_training(settings, task, folder)
         average = new_average(task, unwrapped(training.model), training.optimizer)
@@ -161,7 +151,7 @@ class Run:
         Every rank calls it, and none goes on before rank 0 has written the file.
         """
         sums = self.private.summed(self.ranks)
-        _first(self.ranks, "saves a checkpoint", lambda: self._save(sums))
+        self.ranks.first_does("saves a checkpoint", lambda: self._save(sums))
 
     def agreed(self, signal: int | None) -> int | None:
         """Returns the signal that this or another rank has received: the same on all ranks, which call it together."""
@@ -209,7 +199,7 @@ class Run:
         several ranks, rank 0 does so, and the others return nothing.
         """
         results: dict[str, Any] = {}
-        _first(self.ranks, "writes the results", lambda: results.update(self._written_results()))
+        self.ranks.first_does("writes the results", lambda: results.update(self._written_results()))
         self.close()
         return results
 
@@ -276,13 +266,11 @@ class Run:
             return replace(self.private.progress(step), num_lost=self.training.num_lost)
         epsilon: list[float] = []  # none but on rank 0
         delta = self.settings.delta
-        _first(
-            self.ranks,
-            "computes epsilon",
-            lambda: epsilon.extend(map(float, self.training.profile_at_step().epsilon(delta))),
+        self.ranks.first_does(
+            "computes epsilon", lambda: epsilon.extend(map(float, self.training.profile_at_step().epsilon(delta)))
         )
         progress = self._end_epoch(self.private, step, self.released_model, *epsilon)
-        _first(self.ranks, "writes the metrics", lambda: self.folder.write_metrics(self.private.rows))
+        self.ranks.first_does("writes the metrics", lambda: self.folder.write_metrics(self.private.rows))
         self.checkpoint()
         return replace(progress, num_lost=self.training.num_lost)
 
@@ -300,7 +288,7 @@ class Run:
                 continue
             progress = self._end_epoch(self.baseline, step, scored)
             rows = self.private.rows + self.baseline.rows
-            _first(self.ranks, "writes the metrics", lambda rows=rows: self.folder.write_metrics(rows))
+            self.ranks.first_does("writes the metrics", lambda rows=rows: self.folder.write_metrics(rows))
             yield progress
 
     def _statement(self) -> dict[str, Any]:
@@ -342,16 +330,6 @@ class Run:
 def begin(path: Path, experiment: str | None, chosen: dict[str, Any]) -> Run:
     """Starts a run, or resumes the one in the folder if ``experiment`` is None."""
     return Run.resume(path) if experiment is None else Run.start(path, experiment, **chosen)
-
-
-def _first(ranks: Ranks, place: str, action: Callable[[], object]) -> None:
-    """Lets rank 0 do something before all go on; what it fails at is an error on all ranks."""
-
-    def act() -> int:
-        action()
-        return 0
-
-    ranks.first_does(place, act)
 
 
 def _finite(score: float | None) -> float | None:

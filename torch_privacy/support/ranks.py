@@ -209,18 +209,18 @@ class Ranks:
         self._from_first_in_place(data)
         return pickle.loads(bytes(data.numpy()))
 
-    def first_does(self, place: str, action: Callable[[], int]) -> int:
-        """Lets rank 0 do something before all go on; returns on all ranks the number below 255 that it returned.
+    def first_does(self, place: str, action: Callable[[], int | None]) -> int:
+        """Lets rank 0 do something before all go on; returns on all ranks the number below 255 that it returned, or 0.
 
         Raises:
             RefusedTogether: it failed on rank 0; the same text on all ranks.
         """
         if self.size == 1:
-            return action()
+            return action() or 0
         code, failure = torch.zeros(1, dtype=torch.uint8, device="cpu"), None
         if self.is_first:
             try:
-                code[0] = action()
+                code[0] = action() or 0
             except Exception as error:
                 failure, code[0] = error, 255
         self._from_first_in_place(code)

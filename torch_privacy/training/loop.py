@@ -428,7 +428,7 @@ class PrivateTraining(Reporting):
     def _draw(self, act: Callable[[], None]) -> None:
         """Lets rank 0 write into the budget of the data, if there is one."""
         if self._setup.account.draws:
-            self._setup.placement.ranks.first_does("draws from the budget", lambda: act() or 0)
+            self._setup.placement.ranks.first_does("draws from the budget", act)
 
     def _write_at_end(self) -> None:
         """Writes the run folder after the last step, unless it is written."""

@@ -210,10 +210,9 @@ class Reporting:
         with ranks.communicating():
             weights = weights_of(setup.model if model is None else model, ranks)
 
-        def write() -> int:
+        def write() -> None:
             releases = setup.account.covering_releases(self._progress())
             files.write(state.step, weights, self.statement, releases, self.profile_at_step(), setup.model, scores)
-            return 0
 
         ranks.first_does("writes the run folder", write)
 

@@ -136,13 +136,8 @@ class RunFiles(Listener):
     def _end_epoch(self, training: Any) -> None:
         """Adds the row on every rank, so that all know when the next is due; the first one has its numbers."""
         step = training.step_count
-
-        def add() -> int:
-            self.end_epoch(step, training.profile_at_step)
-            return 0
-
         self.losses.sum_ranks()
-        self._ranks.first_does("computes epsilon", add)
+        self._ranks.first_does("computes epsilon", lambda: self.end_epoch(step, training.profile_at_step))
         if not self._ranks.is_first:
             self.losses.log.end_epoch(step)
 

@@ -60,12 +60,11 @@ def save_secret(training: PrivateTraining, path: Path | str, **parts: Stateful) 
     """
     ranks, path = Ranks.here(), Path(path)
 
-    def write() -> int:
+    def write() -> None:
         training.ledger.sync()
         states = {name: part.state_dict() for name, part in parts.items()}
         checkpoint.save(path, {"training": training.state_dict(), "parts": states})
         sync_directory(path.parent)
-        return 0
 
     ranks.first_does("saves its secret state", write)
 
