@@ -10,7 +10,7 @@ from pathlib import Path
 from torch_privacy.runs.checkpoint import MARK
 from torch_privacy.runs.reading import sha256
 from torch_privacy.runs.verify.evidence import UNPUBLISHED, Evidence
-from torch_privacy.runs.verify.finding import Finding, agrees, differs, unchecked
+from torch_privacy.runs.verify.finding import Finding, differs, judged, unchecked
 from torch_privacy.support.read_file import opened, read_bytes
 
 LARGEST_SEARCHED = 2**26  # bytes of a file that is searched for secrets
@@ -43,7 +43,7 @@ def _digests(evidence: Evidence) -> Iterator[Finding]:
             except ValueError as error:
                 yield differs(subject, f"it cannot be read ({error})")
                 continue
-            yield agrees(subject) if same else differs(subject, "the file was changed after the run")
+            yield judged(subject, same, "", "the file was changed after the run")
 
 
 def _secrets(evidence: Evidence) -> Iterator[Finding]:
@@ -53,11 +53,9 @@ def _secrets(evidence: Evidence) -> Iterator[Finding]:
     files = sorted(path for path in folder.path.rglob("*") if path.is_file() and not path.is_symlink())
     there = [path for path in files if path in secret or path.is_relative_to(folder.path / "secret") or _is_state(path)]
     open_ones = [f"{_name(path, folder.path)} (mode {_mode(path):04o})" for path in there if _mode(path) & 0o077]
-    subject = "secret files are for their owner alone"
-    if open_ones:
-        yield differs(subject, f"others can read {', '.join(open_ones)}")
-    else:
-        yield agrees(subject, ", ".join(_name(path, folder.path) for path in there) or "there are none")
+    names = ", ".join(_name(path, folder.path) for path in there) or "there are none"
+    wrong = f"others can read {', '.join(open_ones)}"
+    yield judged("secret files are for their owner alone", not open_ones, names, wrong)
     secrets = {path: _content(path).strip() for path in there if path.stat().st_size <= LARGEST_SEARCHED}
     found = [
         f"{_name(path, folder.path)} holds {_name(key, folder.path)}"
@@ -67,8 +65,7 @@ def _secrets(evidence: Evidence) -> Iterator[Finding]:
         for key, text in secrets.items()
         if len(text) >= SMALLEST_SECRET and text in content
     ]
-    subject = "no secret in the other files"
-    yield differs(subject, "; ".join(found)) if found else agrees(subject)
+    yield judged("no secret in the other files", not found, "", "; ".join(found))
 
 
 def _is_state(path: Path) -> bool:

@@ -69,6 +69,11 @@ def differs(subject: str, detail: str) -> Finding:
     return Finding(subject, Outcome.DIFFERS, detail)
 
 
+def judged(subject: str, is_true: bool, detail: str, wrong: str | None = None) -> Finding:
+    """Returns a finding that agrees or differs; ``wrong`` says why it differs, if that is not in ``detail``."""
+    return agrees(subject, detail) if is_true else differs(subject, detail if wrong is None else wrong)
+
+
 def unchecked(subject: str, detail: str) -> Finding:
     """Returns a finding of something that cannot be known."""
     return Finding(subject, Outcome.UNCHECKED, detail)

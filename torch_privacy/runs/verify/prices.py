@@ -22,6 +22,7 @@ from torch_privacy.runs.verify.finding import (
     equal,
     gap,
     is_close,
+    judged,
     unchecked,
 )
 
@@ -180,7 +181,7 @@ def _others(stated: dict[str, Any], profile: privacy.Profile, delta: float) -> I
         number, subject = stated.get(kind, {}).get(name), f"results.json: {name} of {kind}"
         if number is not None and found is not None:
             shown = f"{number:.6g}; {gap(number, found)}"
-            yield agrees(subject, shown) if is_close(number, found) else differs(subject, shown)
+            yield judged(subject, is_close(number, found), shown)
 
 
 def _limits(statement: dict[str, Any], profile: privacy.Profile, delta: float) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from torch_privacy import privacy
 from torch_privacy.privacy.compose import relation_of
 from torch_privacy.privacy.spent import ALWAYS_PUBLIC, CHOICE_OF_SETTINGS, NEVER_COVERED
 from torch_privacy.runs.verify.evidence import Evidence, lacking, total
-from torch_privacy.runs.verify.finding import ROUNDED, Finding, agrees, differs, equal, is_same, unchecked
+from torch_privacy.runs.verify.finding import ROUNDED, Finding, agrees, differs, equal, is_same, judged, unchecked
 from torch_privacy.support.units import ONE_EXAMPLE, USES, owner_in_words
 
 NAMES = {  # of settings -> of the statement
@@ -65,10 +65,9 @@ def _releases(evidence: Evidence) -> Iterator[Finding]:
 
 def _same_releases(subject: str, stated: Any, found: Any, source: str) -> Finding:
     less, more = lacking(stated, found), lacking(found, stated)
-    if not less and not more:
-        return agrees(subject, f"{total(stated)} releases")
     parts = [f"lacks {less.total()}"] * bool(less) + [f"has {more.total()} others"] * bool(more)
-    return differs(subject, f"{' and '.join(parts)}, compared with {source} ({total(found)} releases)")
+    wrong = f"{' and '.join(parts)}, compared with {source} ({total(found)} releases)"
+    return judged(subject, not parts, f"{total(stated)} releases", wrong)
 
 
 def _steps(evidence: Evidence) -> Iterator[Finding]:
@@ -148,21 +147,18 @@ def _size(statement: dict[str, Any]) -> Iterator[Finding]:
     found = statement["expected_batch_size"] / count
     yield equal("sampling probability", statement["sampling_probability"], found, "batch size over number")
     if statement["delta"] is not None:
-        subject, most = (
-            "delta is below one over the number of units",
-            f"{statement['delta']:g}, and 1/n is {1 / count:.3g}",
-        )
-        yield differs(subject, most) if statement["delta"] >= 1 / count else agrees(subject, most)
+        most = f"{statement['delta']:g}, and 1/n is {1 / count:.3g}"
+        yield judged("delta is below one over the number of units", statement["delta"] < 1 / count, most)
     if (factors := statement.get("noise_factor")) is not None:
-        subject, made = "noise covers its rounding", factors["made"]
+        made = factors["made"]
         needed = math.prod(value for name, value in factors.items() if name != "made")
         shown = f"a factor of {made:.8g}; needed is {needed:.8g}"
-        yield differs(subject, shown) if made < needed * (1 - ROUNDED) else agrees(subject, shown)
+        yield judged("noise covers its rounding", made >= needed * (1 - ROUNDED), shown)
 
 
 def _data_budget(evidence: Evidence) -> Iterator[Finding]:
     """Yields whether the budget of the data can be what is stated of it, given what this run has spent."""
-    statement, subject = evidence.statement, "budget of the data"
+    statement = evidence.statement
     if (stated := statement.get("data_budget")) is None:
         return
     of_run, unit = statement.get("budget") or stated, evidence.made[0][0].unit if evidence.made else None
@@ -176,7 +172,7 @@ def _data_budget(evidence: Evidence) -> Iterator[Finding]:
     }
     found = [reason for reason, is_wrong in wrong.items() if is_wrong]
     shown = f"at most {drawn:.6g} of {stated['epsilon']:g} drawn; this run alone: at most {spent.high:.6g}"
-    yield differs(subject, "; ".join(found)) if found else agrees(subject, shown)
+    yield judged("budget of the data", not found, shown, "; ".join(found))
 
 
 def _relation(evidence: Evidence) -> Iterator[Finding]:
@@ -186,11 +182,9 @@ def _relation(evidence: Evidence) -> Iterator[Finding]:
     relation = relation_of({event.neighboring_relation for event in events}).value
     yield equal("neighboring relation", statement["neighboring_relation"], relation, "the releases")
     samplers = list(dict.fromkeys(event.sampler for event in events))
-    subject = "sampler"
-    if evidence.is_search or statement["sampler"] in samplers:
-        yield agrees(subject, statement["sampler"])
-    else:
-        yield differs(subject, f"stated {statement['sampler']!r}, and the releases have {', '.join(samplers)}")
+    is_known = evidence.is_search or statement["sampler"] in samplers
+    wrong = f"stated {statement['sampler']!r}, and the releases have {', '.join(samplers)}"
+    yield judged("sampler", is_known, statement["sampler"], wrong)
     owner, unit = statement.get("owner", ONE_EXAMPLE), events[0].unit
     yield equal("what is protected", owner, unit, "the price of the releases")
     subject, text = "unit", statement["unit"]
@@ -209,14 +203,9 @@ def _words(evidence: Evidence) -> Iterator[Finding]:
     size = "num_owners" if "owner" in statement else "num_examples"
     never = [text for text in NEVER_COVERED if text != CHOICE_OF_SETTINGS or not evidence.is_search]
     for name, least in (("treated_as_public", [size, *ALWAYS_PUBLIC]), ("not_covered", never)):
-        missing, subject = (
-            [text for text in least if text not in statement[name]],
-            f"{name.replace('_', ' ')}, as in every statement",
-        )
-        if missing:
-            yield differs(subject, f"lacks {'; '.join(missing)}")
-        else:
-            yield agrees(subject, f"{len(statement[name])} entries")
+        missing = "; ".join(text for text in least if text not in statement[name])
+        subject = f"{name.replace('_', ' ')}, as in every statement"
+        yield judged(subject, not missing, f"{len(statement[name])} entries", f"lacks {missing}")
 
 
 def _privacy(evidence: Evidence) -> Iterator[Finding]:
@@ -230,13 +219,11 @@ def _privacy(evidence: Evidence) -> Iterator[Finding]:
         "the ledger is that of an audit": evidence.ledger is not None and evidence.ledger.purpose == "audit",
         "the ledger says that its releases are not": evidence.ledger is not None and bool(evidence.ledger.warning),
     }
-    found = [sign for sign, there in signs.items() if there]
     if not statement["private"]:
         yield agrees("it says that it is NOT PRIVATE", statement["warning"])
-    elif found:
-        yield differs("it says that it is private", "; ".join(found))
-    else:
-        yield agrees("it says that it is private", "no sign of the contrary")
+        return
+    found = [sign for sign, there in signs.items() if there]
+    yield judged("it says that it is private", not found, "no sign of the contrary", "; ".join(found))
 
 
 def _results(evidence: Evidence) -> Iterator[Finding]:
@@ -284,17 +271,15 @@ def _settings(settings: dict[str, Any], evidence: Evidence) -> Iterator[Finding]
 
 def _rule(text: str, stated: dict[str, Any]) -> Iterator[Finding]:
     """Yields whether the clipping rule is that of the settings, of which they have the text."""
-    subject, found = "settings.json: clipping", re.fullmatch(r"Flat\(clip_norm=([0-9.e+-]+)\)", text)
+    found = re.fullmatch(r"Flat\(clip_norm=([0-9.e+-]+)\)", text)
     if found is None:  # other rules have several norms, or change theirs
         return
-    if stated["rule"] == "Flat" and float(stated.get("clip_norm", "nan")) == float(found[1]):
-        yield agrees(subject, text)
-    else:
-        yield differs(subject, f"{text}, and the statement has {stated}")
+    is_same_rule = stated["rule"] == "Flat" and float(stated.get("clip_norm", "nan")) == float(found[1])
+    yield judged("settings.json: clipping", is_same_rule, text, f"{text}, and the statement has {stated}")
 
 
 def _target(target: float | None, epsilon: dict[str, Any] | None) -> Iterator[Finding]:
     """Yields whether a target is met that the statement does not repeat."""
     if target is not None and epsilon is not None and epsilon["high"] is not None:
-        subject, shown = "settings.json: target_epsilon", f"{target:g}; spent: at most {epsilon['high']:.6g}"
-        yield agrees(subject, shown) if epsilon["high"] <= target * (1 + 1e-6) else differs(subject, shown)
+        shown = f"{target:g}; spent: at most {epsilon['high']:.6g}"
+        yield judged("settings.json: target_epsilon", epsilon["high"] <= target * (1 + 1e-6), shown)
