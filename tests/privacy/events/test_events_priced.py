@@ -452,7 +452,7 @@ NAN = float("nan")
         (lambda: SubsampledJL(1.0, 0, 0.1), "SubsampledJL: num_projections=0 must be an integer of at least 1"),
         (lambda: SubsampledJL(1.0, 16.0, 0.1), "num_projections=16.0 must be an integer"),
         (lambda: SubsampledJL(1.0, 10**8, 0.1), "must be at most 10000000"),
-        (lambda: privacy.Laplace(1e-3), "privacy.Laplace: noise_multiplier=0.001 must be at least 0.01"),
+        (lambda: privacy.Laplace(1e-3), "Laplace: noise_multiplier=0.001 must be at least 0.01"),
         (lambda: privacy.DiscreteLaplace(1.0, 101), "noise_scale=1.0 must be at least a hundredth"),
         (lambda: privacy.DiscreteLaplace(1.0, 1.0), "sensitivity=1.0 must be an integer"),
         (lambda: privacy.DiscreteGaussian(1.0, 21), "noise_stddev=1.0 must be at least 0.1, and at least a twentieth"),

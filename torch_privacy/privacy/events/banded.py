@@ -4,11 +4,11 @@
 import hashlib
 from dataclasses import dataclass, replace
 
-from ...support.units import ONE_EXAMPLE, check_unit
+from ...support.units import ONE_EXAMPLE
 from ...support.validate import InvalidValue, whole
 from ..pairs.base import DominatingPair
-from .base import MAX_COUNT, Event, NeighboringRelation, check_noise, check_relation, priced
-from .gaussian import SubsampledGaussian, check_probability
+from .base import MAX_COUNT, Event, NeighboringRelation, check_fields, priced
+from .gaussian import SubsampledGaussian
 
 WHOLE = 1e-9  # relative rounding of a product that is 1
 
@@ -66,9 +66,8 @@ class BandedGaussian(Event):
         return "cyclic Poisson" if self.sampling_probability * self.bands < 1 - WHOLE else "no"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         where = "BandedGaussian"
-        check_noise(where, self.noise_multiplier)
-        check_probability(where, self.sampling_probability)
         whole(where, at_least=1, at_most=MAX_COUNT, bands=self.bands)
         whole(where, at_most=MAX_COUNT, run=self.run)
         if self.sampling_probability * self.bands > 1 + WHOLE:
@@ -77,8 +76,6 @@ class BandedGaussian(Event):
                 where, "bands", self.bands,
                 f"times sampling_probability={self.sampling_probability!r} must be at most 1: at most {largest} bands.",
             )  # fmt: skip
-        check_relation(where, self.neighboring_relation)
-        check_unit(where, unit=self.unit)
 
     def reduced(self, count: int) -> tuple[SubsampledGaussian, int]:
         """Returns the Poisson-sampled release that ``bands`` steps in a row cost, and how many ``count`` steps cost."""

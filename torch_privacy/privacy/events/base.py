@@ -8,14 +8,15 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...support.read_file import shown
-from ...support.units import ONE_EXAMPLE, plural
-from ...support.validate import InvalidValue, one_of, plain_number, plain_numbers, positive, whole
+from ...support.units import ONE_EXAMPLE, check_unit, plural
+from ...support.validate import InvalidValue, in_range, one_of, plain_number, plain_numbers, positive, whole
 
 if TYPE_CHECKING:
     from ..pairs.base import DominatingPair, PairBounds
 
 # Outside this range no privacy or no signal is left, and floating point fails.
 SMALLEST_NOISE, LARGEST_NOISE = 1e-6, 1e6
+SMALLEST_PROBABILITY = 1e-315
 WITHOUT_NOISE = (
     "To debug almost without noise, pass noise_multiplier=1e-6 with test_seed=0, and a large clip norm to leave "
     "gradients unclipped: every statement then says NOT PRIVATE."
@@ -98,6 +99,14 @@ def check_removal(where: str, neighboring_relation: NeighboringRelation) -> None
         )
 
 
+def check_probability(where: str, sampling_probability: float) -> None:
+    """Raises a ``ValueError`` unless the sampling probability lies in (0, 1]; 1e-315 and less count as 0."""
+    hint = "For a mean batch of 256 out of 60000 pass 256 / 60000."
+    in_range(where, 0, 1, sampling_probability=sampling_probability, hint=hint)
+    if sampling_probability <= SMALLEST_PROBABILITY:  # its products underflow
+        in_range(where, SMALLEST_PROBABILITY, 1, sampling_probability=sampling_probability, hint=hint)
+
+
 class Event:
     """One release. Its fields are public information, and its price depends on nothing else.
 
@@ -122,6 +131,21 @@ class Event:
     def assumption(self) -> str:
         """The assumption of the price beyond the relation and the sampler, for the privacy statement; "" if none."""
         return ""
+
+
+def check_fields(event: Event) -> None:
+    """Raises a ``ValueError`` if a field that many event types have is not valid: noise, sampling, relation, unit."""
+    for field in fields(event):  # pyright: ignore[reportArgumentType]
+        if field.name in CHECKS:
+            CHECKS[field.name](type(event).__name__, getattr(event, field.name))
+
+
+CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "noise_multiplier": check_noise,
+    "sampling_probability": check_probability,
+    "neighboring_relation": check_relation,
+    "unit": lambda where, unit: check_unit(where, unit=unit),
+}
 
 
 EVENTS: dict[str, type[Event]] = {}

@@ -6,11 +6,11 @@ from math import exp, expm1, log1p
 
 import numpy as np
 
-from ...support.units import ONE_EXAMPLE, check_unit
+from ...support.units import ONE_EXAMPLE
 from ...support.validate import in_range, positive
 from ..pairs.base import PairBounds
 from ..pairs.discrete import DiscretePair, pair_from_guarantees
-from .base import Event, NeighboringRelation, check_relation, priced
+from .base import Event, NeighboringRelation, check_fields, priced
 
 POINTS = 400  # of the table of (ε, δ) of bounded-range mechanisms
 
@@ -45,13 +45,12 @@ class _Selection(Event):
     sampler = "full batch"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         where = type(self).__name__
         positive(where, epsilon=self.epsilon)
         in_range(where, 1e-6, 50, epsilon=self.epsilon)
         if not isinstance(self.monotonic, bool):
             raise ValueError(f"{where}: monotonic={self.monotonic!r} must be True or False.")
-        check_relation(where, self.neighboring_relation)
-        check_unit(where, unit=self.unit)
 
 
 @priced(lambda event: _bounded_range(_width(event)))

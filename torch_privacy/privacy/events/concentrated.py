@@ -6,12 +6,12 @@ from math import log, sqrt
 
 import numpy as np
 
-from ...support.units import ONE_EXAMPLE, check_unit
+from ...support.units import ONE_EXAMPLE
 from ...support.validate import in_range
 from ..bracket import Array
 from ..pairs.base import PairBounds
 from ..pairs.discrete import pair_from_guarantees
-from .base import Event, NeighboringRelation, check_relation, priced
+from .base import Event, NeighboringRelation, check_fields, priced
 
 POINTS = 96  # of the table of (ε, δ): a finer one lowers ε by less than 2e-3, relative
 SMALLEST_DELTA = 1e-18  # at the table's end
@@ -73,7 +73,6 @@ class ZeroConcentrated(Event):
     sampler = "the release's own"
 
     def __post_init__(self) -> None:
-        in_range("privacy.ZeroConcentrated", 0, LARGEST_RHO, rho=self.rho)
-        in_range("privacy.ZeroConcentrated", -1e-300, 1 - 1e-12, delta=self.delta)
-        check_relation("privacy.ZeroConcentrated", self.neighboring_relation)
-        check_unit("privacy.ZeroConcentrated", unit=self.unit)
+        check_fields(self)
+        in_range("ZeroConcentrated", 0, LARGEST_RHO, rho=self.rho)
+        in_range("ZeroConcentrated", -1e-300, 1 - 1e-12, delta=self.delta)

@@ -4,11 +4,11 @@
 from dataclasses import dataclass
 from math import exp
 
-from ...support.units import ONE_EXAMPLE, check_unit
+from ...support.units import ONE_EXAMPLE
 from ...support.validate import in_range, positive, whole
 from ..pairs.discrete import DiscretePair, LaplacePair
 from ..pairs.shifted import DiscreteGaussianNoise, DiscreteLaplaceNoise, LaplaceNoise, sampled
-from .base import Event, NeighboringRelation, check_noise, check_relation, priced
+from .base import Event, NeighboringRelation, check_fields, priced
 
 LARGEST_SENSITIVITY = 10**6
 LARGEST_STDDEV = 1e5  # of discrete Gaussian noise; the masses of all integers up to 39 times as large are kept
@@ -42,11 +42,9 @@ class Laplace(Event):
     sampler = "full batch"
 
     def __post_init__(self) -> None:
-        check_noise("privacy.Laplace", self.noise_multiplier)
+        check_fields(self)
         if self.noise_multiplier < 0.01:
-            raise ValueError(f"privacy.Laplace: noise_multiplier={self.noise_multiplier!r} must be at least 0.01.")
-        check_relation("privacy.Laplace", self.neighboring_relation)
-        check_unit("privacy.Laplace", unit=self.unit)
+            raise ValueError(f"Laplace: noise_multiplier={self.noise_multiplier!r} must be at least 0.01.")
 
     @property
     def noise(self) -> tuple[LaplaceNoise, float]:
@@ -84,7 +82,8 @@ class DiscreteLaplace(Event):
     sampler = "full batch"
 
     def __post_init__(self) -> None:
-        where = "privacy.DiscreteLaplace"
+        check_fields(self)
+        where = "DiscreteLaplace"
         whole(where, at_least=1, at_most=LARGEST_SENSITIVITY, sensitivity=self.sensitivity)
         positive(where, noise_scale=self.noise_scale)
         in_range(where, 0, 1e6, noise_scale=self.noise_scale)
@@ -92,8 +91,6 @@ class DiscreteLaplace(Event):
             raise ValueError(
                 f"{where}: noise_scale={self.noise_scale!r} must be at least a hundredth of the sensitivity."
             )
-        check_relation(where, self.neighboring_relation)
-        check_unit(where, unit=self.unit)
 
     @property
     def noise(self) -> tuple[DiscreteLaplaceNoise, float]:
@@ -130,15 +127,14 @@ class DiscreteGaussian(Event):
     sampler = "full batch"
 
     def __post_init__(self) -> None:
-        where = "privacy.DiscreteGaussian"
+        check_fields(self)
+        where = "DiscreteGaussian"
         whole(where, at_least=1, at_most=LARGEST_SENSITIVITY, sensitivity=self.sensitivity)
         positive(where, noise_stddev=self.noise_stddev)
         in_range(where, 0, LARGEST_STDDEV, noise_stddev=self.noise_stddev)
         if self.noise_stddev < max(0.1, self.sensitivity / 20):
             smallest = "at least 0.1, and at least a twentieth of the sensitivity"
             raise ValueError(f"{where}: noise_stddev={self.noise_stddev!r} must be {smallest}.")
-        check_relation(where, self.neighboring_relation)
-        check_unit(where, unit=self.unit)
 
     @property
     def noise(self) -> tuple[DiscreteGaussianNoise, float]:
@@ -180,8 +176,7 @@ class RandomizedResponse(Event):
     sampler = "full batch"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         positive("RandomizedResponse", epsilon=self.epsilon)
         in_range("RandomizedResponse", 0, 50, epsilon=self.epsilon)
         whole("RandomizedResponse", at_least=2, at_most=2**53, num_answers=self.num_answers)
-        check_relation("RandomizedResponse", self.neighboring_relation)
-        check_unit("RandomizedResponse", unit=self.unit)

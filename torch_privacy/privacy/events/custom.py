@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...support.units import ONE_EXAMPLE, check_unit
+from ...support.units import ONE_EXAMPLE
 from ...support.validate import LARGEST
 from ..bracket import Array
 from ..pairs.base import PairBounds
 from ..pairs.discrete import DiscretePair, pair_from_guarantees
-from .base import Event, NeighboringRelation, check_relation, priced
+from .base import Event, NeighboringRelation, check_fields, priced
 
 
 def _is_finite(value: object) -> bool:
@@ -56,6 +56,7 @@ class KnownProfile(Event):
     sampler = "the release's own"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_numbers("KnownProfile", epsilons=self.epsilons, deltas=self.deltas)
         if len(self.epsilons) != len(self.deltas):
             raise ValueError(
@@ -65,8 +66,6 @@ class KnownProfile(Event):
             raise ValueError(f"KnownProfile: epsilons={self.epsilons!r} must lie in [0, 600].")
         if not all(0 <= delta <= 1 for delta in self.deltas):
             raise ValueError(f"KnownProfile: deltas={self.deltas!r} must lie in [0, 1].")
-        check_relation("KnownProfile", self.neighboring_relation)
-        check_unit("KnownProfile", unit=self.unit)
 
 
 @priced(lambda event: DiscretePair(event.p, event.q))
@@ -98,14 +97,13 @@ class FinitePair(Event):
     sampler = "the release's own"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_numbers("FinitePair", p=self.p, q=self.q)
         if len(self.p) != len(self.q):
             raise ValueError(f"FinitePair: p has {len(self.p)} outcomes and q has {len(self.q)}.")
         for name, masses in (("p", self.p), ("q", self.q)):
             if min(masses) < 0 or abs(sum(masses) - 1) > 1e-9:
                 raise ValueError(f"FinitePair: {name}={masses!r} must be probabilities that add up to 1.")
-        check_relation("FinitePair", self.neighboring_relation)
-        check_unit("FinitePair", unit=self.unit)
 
     @classmethod
     def from_densities(

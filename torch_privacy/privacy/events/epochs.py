@@ -3,11 +3,11 @@
 
 from dataclasses import dataclass
 
-from ...support.units import ONE_EXAMPLE, check_unit
+from ...support.units import ONE_EXAMPLE
 from ...support.validate import whole
 from ..pairs.balls_and_bins import epoch_pair
 from ..pairs.base import DominatingPair, PairBounds
-from .base import Event, NeighboringRelation, check_noise, check_removal, priced
+from .base import Event, NeighboringRelation, check_fields, check_removal, priced
 from .gaussian import noise_of_one
 
 MOST_BINS = 10**6
@@ -57,10 +57,9 @@ class BallsAndBins(Event):
     sampler = "balls and bins"
 
     def __post_init__(self) -> None:
-        check_noise("BallsAndBins", self.noise_multiplier)
+        check_fields(self)
         whole("BallsAndBins", at_least=1, at_most=MOST_BINS, num_bins=self.num_bins)
         check_removal("BallsAndBins", self.neighboring_relation)
-        check_unit("BallsAndBins", unit=self.unit)
 
 
 def _paid_by_its_epoch(event: "LaterBatch") -> DominatingPair | PairBounds:

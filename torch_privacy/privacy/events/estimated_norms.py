@@ -3,12 +3,11 @@
 
 from dataclasses import dataclass
 
-from ...support.units import ONE_EXAMPLE, check_unit
+from ...support.units import ONE_EXAMPLE
 from ...support.validate import whole
 from ..pairs.base import DominatingPair, PairBounds
 from ..pairs.mixture import SubsampledMixturePair
-from .base import Event, NeighboringRelation, check_noise, check_removal, priced
-from .gaussian import check_probability
+from .base import Event, NeighboringRelation, check_fields, check_removal, priced
 
 MOST = 10_000_000  # projections; beyond, the estimate is as good as exact and floating point no better
 LEAST_PRICED = 0.05  # noise multiplier; with less, only bounds are known
@@ -61,11 +60,9 @@ class SubsampledJL(Event):
     sampler = "Poisson"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         where = "SubsampledJL"
-        check_noise(where, self.noise_multiplier)
-        check_unit(where, unit=self.unit)
         check_removal(where, self.neighboring_relation)
-        check_probability(where, self.sampling_probability)
         whole(where, at_least=1, num_projections=self.num_projections)
         if self.num_projections > MOST:
             raise ValueError(

@@ -12,23 +12,22 @@ from math import nextafter
 
 import scipy
 
-from ...support.units import ONE_EXAMPLE, check_unit
-from ...support.validate import in_range, whole
+from ...support.units import ONE_EXAMPLE
+from ...support.validate import whole
 from ..pairs.base import DominatingPair, PairBounds
 from ..pairs.either import EitherPair
 from ..pairs.fixed_size import family
 from ..pairs.gaussian import LARGEST_SHIFT, ReplaceOneGaussianPair, SubsampledGaussianPair, SymmetrizedPair
-from .base import MAX_COUNT, REMOVALS, REPLACED, Event, NeighboringRelation, check_noise, check_relation, priced
-
-SMALLEST_PROBABILITY = 1e-315
-
-
-def check_probability(where: str, sampling_probability: float) -> None:
-    """Raises a ``ValueError`` unless the sampling probability lies in (0, 1]; 1e-315 and less count as 0."""
-    hint = "For a mean batch of 256 out of 60000 pass 256 / 60000."
-    in_range(where, 0, 1, sampling_probability=sampling_probability, hint=hint)
-    if sampling_probability <= SMALLEST_PROBABILITY:  # its products underflow
-        in_range(where, SMALLEST_PROBABILITY, 1, sampling_probability=sampling_probability, hint=hint)
+from .base import (
+    MAX_COUNT,
+    REMOVALS,
+    REPLACED,
+    Event,
+    NeighboringRelation,
+    check_fields,
+    check_noise,
+    priced,
+)
 
 
 def poisson_pair(shift: float, probability: float, relation: NeighboringRelation) -> DominatingPair:
@@ -63,10 +62,7 @@ class Gaussian(Event):
     unit: str = ONE_EXAMPLE
     sampler = "full batch"
 
-    def __post_init__(self) -> None:
-        check_noise("privacy.Gaussian", self.noise_multiplier)
-        check_relation("privacy.Gaussian", self.neighboring_relation)
-        check_unit("privacy.Gaussian", unit=self.unit)
+    __post_init__ = check_fields
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,12 +75,7 @@ class _PoissonSampled(Event):
     unit: str = ONE_EXAMPLE
     sampler = "Poisson"
 
-    def __post_init__(self) -> None:
-        where = type(self).__name__
-        check_noise(where, self.noise_multiplier)
-        check_probability(where, self.sampling_probability)
-        check_relation(where, self.neighboring_relation)
-        check_unit(where, unit=self.unit)
+    __post_init__ = check_fields
 
 
 @priced(lambda event: poisson_pair(1 / event.noise_multiplier, event.sampling_probability, event.neighboring_relation))
@@ -159,9 +150,7 @@ class FixedSizeGaussian(Event):
     neighboring_relation = NeighboringRelation.REPLACE_ONE
     sampler = "fixed-size"
 
-    def __post_init__(self) -> None:
-        check_noise("FixedSizeGaussian", self.noise_multiplier)
-        check_probability("FixedSizeGaussian", self.sampling_probability)
+    __post_init__ = check_fields
 
 
 def noise_of_one(event: Event) -> float:
@@ -232,8 +221,7 @@ class TruncatedGaussian(Event):
     sampler = "truncated Poisson"
 
     def __post_init__(self) -> None:
-        check_noise("TruncatedGaussian", self.noise_multiplier)
-        check_probability("TruncatedGaussian", self.sampling_probability)
+        check_fields(self)
         whole("TruncatedGaussian", at_least=1, at_most=MAX_COUNT, num_examples=self.num_examples, most=self.most)
         if self.neighboring_relation is not NeighboringRelation.REPLACE_SPECIAL:
             raise ValueError(
@@ -241,7 +229,6 @@ class TruncatedGaussian(Event):
                 "number of examples decides how often a batch is cut, and no pair is proved to cover any two examples, "
                 f"one in place of the other. Allowed: NeighboringRelation.REPLACE_SPECIAL. {REPLACED}"
             )
-        check_unit("TruncatedGaussian", unit=self.unit)
 
 
 def truncated(event: Event, num_examples: int, most: int) -> TruncatedGaussian:
@@ -304,15 +291,13 @@ class SubsampledBlocks(Event):
     sampler = "Poisson"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not isinstance(self.noise_multipliers, tuple) or not self.noise_multipliers:
             got = f"noise_multipliers={self.noise_multipliers!r}"
             raise ValueError(f"SubsampledBlocks: {got} must be a tuple of one or more numbers.")
         for noise in self.noise_multipliers:
             check_noise("SubsampledBlocks", noise)
         check_noise("SubsampledBlocks, all blocks together", combined_noise(self.noise_multipliers))
-        check_probability("SubsampledBlocks", self.sampling_probability)
-        check_relation("SubsampledBlocks", self.neighboring_relation)
-        check_unit("SubsampledBlocks", unit=self.unit)
 
 
 @priced(
@@ -389,7 +374,4 @@ class NoisyCovariance(Event):
         """The word for how rows are drawn."""
         return "full batch" if self.sampling_probability == 1 else "Poisson"
 
-    def __post_init__(self) -> None:
-        check_noise("NoisyCovariance", self.noise_multiplier)
-        check_probability("NoisyCovariance", self.sampling_probability)
-        check_relation("NoisyCovariance", self.neighboring_relation)
+    __post_init__ = check_fields

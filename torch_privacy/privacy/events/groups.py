@@ -16,11 +16,11 @@ from ..pairs.base import DominatingPair
 from ..pairs.gaussian import SubsampledGaussianPair
 from ..pairs.group import GroupPair
 from .banded import BandedGaussian
-from .base import REMOVALS, Event, NeighboringRelation, check_event, check_noise, check_removal, priced
+from .base import REMOVALS, Event, NeighboringRelation, check_event, check_fields, check_removal, priced
 from .claimed import Claimed
 from .counts import Laplace
 from .epochs import LaterBatch
-from .gaussian import check_probability, noise_of_one
+from .gaussian import noise_of_one
 
 LARGEST_GROUP = 10_000
 
@@ -67,8 +67,7 @@ class SubsampledGroup(Event):
     sampler = "Poisson"
 
     def __post_init__(self) -> None:
-        check_noise("SubsampledGroup", self.noise_multiplier)
-        check_probability("SubsampledGroup", self.sampling_probability)
+        check_fields(self)
         whole("SubsampledGroup", at_least=1, at_most=LARGEST_GROUP, group_size=self.group_size)
         check_unit("SubsampledGroup", person=self.person)
         check_removal("SubsampledGroup", self.neighboring_relation)

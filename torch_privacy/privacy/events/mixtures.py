@@ -3,12 +3,12 @@
 
 from dataclasses import dataclass
 
-from ...support.units import ONE_EXAMPLE, check_unit
+from ...support.units import ONE_EXAMPLE
 from ...support.validate import in_range
 from ..pairs.base import DominatingPair, PairBounds
 from ..pairs.gaussian import LARGEST_SHIFT
 from ..pairs.shifted import GaussianNoise, enclosed, mixed, sampled
-from .base import REMOVALS, Event, NeighboringRelation, check_event, check_noise, check_removal, priced
+from .base import REMOVALS, Event, NeighboringRelation, check_event, check_fields, check_noise, check_removal, priced
 from .choices import ExponentialMechanism, PermuteAndFlip
 from .counts import DiscreteGaussian, DiscreteLaplace, Laplace
 from .custom import FinitePair, KnownProfile, check_numbers
@@ -129,6 +129,7 @@ class GaussianMixture(Event):
     sampler = "Poisson"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         where, sizes, chances = "GaussianMixture", self.sensitivities, self.probabilities
         check_numbers(where, sensitivities=sizes, probabilities=chances)
         if len(sizes) != len(chances):
@@ -142,4 +143,3 @@ class GaussianMixture(Event):
         check_noise(where, self.noise_stddev / max(sizes))
         in_range(where, max(sizes) / LARGEST_SHIFT * (1 - 1e-12), 1e300, noise_stddev=self.noise_stddev)
         check_removal(where, self.neighboring_relation)
-        check_unit(where, unit=self.unit)
