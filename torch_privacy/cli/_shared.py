@@ -63,20 +63,22 @@ def folder_named(text: str) -> Path:
     return Path(text)
 
 
+def path_option(*names: str, help: str, metavar: str = "FILE", show_default: str | bool = True) -> Any:
+    """Returns an option for a file or a folder."""
+    return typer.Option(*names, parser=folder_named, help=help, metavar=metavar, show_default=show_default)
+
+
+def path_argument(help: str, metavar: str) -> Any:
+    """Returns an argument that is a file or a folder."""
+    return typer.Argument(parser=folder_named, help=help, metavar=metavar, show_default=False)
+
+
 RunPath = Annotated[
-    Path | None,
-    typer.Option(
-        "--run", parser=folder_named, help="New folder for the run.", metavar="FOLDER", show_default="runs/NAME-TIME"
-    ),
+    Path | None, path_option("--run", help="New folder for the run.", metavar="FOLDER", show_default="runs/NAME-TIME")
 ]
 ResumePath = Annotated[
     Path | None,
-    typer.Option(
-        "--resume",
-        parser=folder_named,
-        help="Unfinished run's folder, to continue with its settings.",
-        metavar="FOLDER",
-    ),
+    path_option("--resume", help="Unfinished run's folder, to continue with its settings.", metavar="FOLDER"),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 

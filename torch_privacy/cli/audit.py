@@ -7,7 +7,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from torch_privacy.cli._shared import AsJson, app, folder_named, naming, print_result, say
+from torch_privacy.cli._shared import AsJson, app, naming, path_option, print_result, say
 
 REJECTED = 1
 STOPPED = "stopped-"  # how the ledgers of audits that were stopped begin
@@ -74,13 +74,7 @@ Spend = Annotated[
 ]
 AuditOut = Annotated[
     Path | None,
-    typer.Option(
-        "--out",
-        parser=folder_named,
-        help="New folder for ledger, numbers and page.",
-        metavar="FOLDER",
-        show_default="RUN/audit",
-    ),
+    path_option("--out", help="New folder for ledger, numbers and page.", metavar="FOLDER", show_default="RUN/audit"),
 ]
 
 

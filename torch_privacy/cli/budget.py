@@ -6,20 +6,18 @@ from typing import Annotated
 
 import typer
 
-from torch_privacy.cli._shared import AsJson, app, folder_named, print_result, say
+from torch_privacy.cli._shared import AsJson, app, path_argument, path_option, print_result, say
 
-File = Annotated[Path, typer.Argument(parser=folder_named, help="The budget's file.", metavar="FILE")]
+File = Annotated[Path, path_argument("The budget's file.", "FILE")]
 Run = Annotated[str, typer.Argument(help="Name of the run, as list shows it.", metavar="RUN")]
 Epsilon = Annotated[float, typer.Option(help="Of all runs on the data together.")]
 Delta = Annotated[float, typer.Option(help="Below one over the number of examples.")]
 Unit = Annotated[str, typer.Option(help="What is protected, such as customer.", metavar="WORD")]
 LedgerPath = Annotated[
     Path | None,
-    typer.Option(
+    path_option(
         "--ledger",
-        parser=folder_named,
         help="Ledger of the run: what it has not released is given back.",
-        metavar="FILE",
         show_default="none, and all that the run has reserved is spent",
     ),
 ]

@@ -7,14 +7,9 @@ from typing import Annotated
 
 import typer
 
-from torch_privacy.cli._shared import AsJson, app, folder_named, naming, print_result
+from torch_privacy.cli._shared import AsJson, app, naming, path_argument, path_option, print_result
 
-RunOfGenerator = Annotated[
-    Path,
-    typer.Argument(
-        parser=folder_named, help="Finished run of train text-generator.", metavar="RUN", show_default=False
-    ),
-]
+RunOfGenerator = Annotated[Path, path_argument("Finished run of train text-generator.", "RUN")]
 Prompt = Annotated[str, typer.Option(help="How every text begins.", metavar="TEXT", show_default="none")]
 Number = Annotated[int, typer.Option(min=1, help="Texts to draw.", metavar="NUMBER")]
 Label = Annotated[
@@ -25,14 +20,7 @@ Seed = Annotated[
     typer.Option(min=0, help="Public seed of the texts: draws the same again.", show_default="a new one"),
 ]
 Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        parser=folder_named,
-        help="File for the texts: JSON, one line for each.",
-        metavar="FILE",
-        show_default="none",
-    ),
+    Path | None, path_option("--out", help="File for the texts: JSON, one line for each.", show_default="none")
 ]
 
 

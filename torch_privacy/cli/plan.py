@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from torch_privacy.cli._options import Chosen, with_options
-from torch_privacy.cli._shared import AsJson, app, folder_named, print_result, say, saying_warnings
+from torch_privacy.cli._shared import AsJson, app, path_option, print_result, say, saying_warnings
 from torch_privacy.cli.accounting import Target
 from torch_privacy.cli.steps import chosen_delta
 from torch_privacy.cli.train import KNOWN
@@ -44,8 +44,7 @@ class Simulation:
         ),
     ] = None
     stand_in: Annotated[
-        Path | None,
-        typer.Option(parser=folder_named, help="Public data in the same format, for --simulate.", metavar="DIR"),
+        Path | None, path_option(help="Public data in the same format, for --simulate.", metavar="DIR")
     ] = None
     expected_batch_size: Annotated[
         int | None,

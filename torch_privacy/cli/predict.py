@@ -6,24 +6,11 @@ from typing import Annotated
 
 import typer
 
-from torch_privacy.cli._shared import AsJson, app, folder_named, naming, print_result, say
+from torch_privacy.cli._shared import AsJson, app, naming, path_argument, path_option, print_result, say
 
-RunOfTable = Annotated[
-    Path,
-    typer.Argument(parser=folder_named, help="Finished run of train on a table.", metavar="RUN", show_default=False),
-]
-NewTable = Annotated[
-    Path,
-    typer.Argument(
-        parser=folder_named, help="Table to predict: a CSV or Parquet file.", metavar="FILE", show_default=False
-    ),
-]
-PredictOut = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", parser=folder_named, help="CSV file to write.", metavar="FILE", show_default="standard output"
-    ),
-]
+RunOfTable = Annotated[Path, path_argument("Finished run of train on a table.", "RUN")]
+NewTable = Annotated[Path, path_argument("Table to predict: a CSV or Parquet file.", "FILE")]
+PredictOut = Annotated[Path | None, path_option("--output", help="CSV file to write.", show_default="standard output")]
 
 Keep = Annotated[
     list[str] | None,

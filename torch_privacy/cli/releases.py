@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torch_privacy.cli._shared import folder_named, say
+from torch_privacy.cli._shared import path_argument, say
 from torch_privacy.cli.steps import Steps, chosen_delta
 
 if TYPE_CHECKING:
@@ -44,12 +44,10 @@ class Planned(Steps):
 
     run: Annotated[
         Path | None,
-        typer.Argument(
-            parser=folder_named,
-            help="Run to price, in place of steps: its folder, its ledger, or a JSON file with a list of releases, as "
+        path_argument(
+            "Run to price, in place of steps: its folder, its ledger, or a JSON file with a list of releases, as "
             "--json prints it.",
-            metavar="RUN",
-            show_default=False,
+            "RUN",
         ),
     ] = None
     noise_multiplier: Annotated[

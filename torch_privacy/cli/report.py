@@ -9,21 +9,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from torch_privacy.cli._shared import AsJson, app, folder_named, naming, print_result
+from torch_privacy.cli._shared import AsJson, app, naming, path_argument, path_option, print_result
 
 CARD = "--model-card"
 CARD_ENDING = ".md"
 
 Runs = Annotated[
-    list[Path],
-    typer.Argument(
-        parser=folder_named,
-        help="Finished runs: of train or reproduce, or run folders of PrivateTraining.",
-        metavar="RUN...",
-        show_default=False,
-    ),
+    list[Path], path_argument("Finished runs: of train or reproduce, or run folders of PrivateTraining.", "RUN...")
 ]
-Out = Annotated[Path, typer.Option("--out", parser=folder_named, help="The page to write.", metavar="FILE")]
+Out = Annotated[Path, path_option("--out", help="The page to write.")]
 Card = Annotated[
     str | None,
     typer.Option(

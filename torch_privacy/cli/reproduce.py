@@ -21,8 +21,8 @@ from torch_privacy.cli._shared import (
     RunPath,
     app,
     check_alone,
-    folder_named,
     naming,
+    path_option,
     print_result,
     say,
     saying_preparations,
@@ -76,10 +76,7 @@ class Request:
         ),
     ] = None
     data: Annotated[
-        Path | None,
-        typer.Option(
-            parser=folder_named, help="Folder of data sets.", metavar="DIR", show_default="$TORCH_PRIVACY_DATA"
-        ),
+        Path | None, path_option(help="Folder of data sets.", metavar="DIR", show_default="$TORCH_PRIVACY_DATA")
     ] = None
 
     @property

@@ -6,21 +6,13 @@ from typing import Annotated
 
 import typer
 
-from torch_privacy.cli._shared import AsJson, app, folder_named, naming, print_result, say
+from torch_privacy.cli._shared import AsJson, app, naming, path_argument, path_option, print_result, say
 
-TablePath = Annotated[
-    Path,
-    typer.Argument(parser=folder_named, help="Table: a CSV or Parquet file.", metavar="FILE", show_default=False),
-]
+TablePath = Annotated[Path, path_argument("Table: a CSV or Parquet file.", "FILE")]
 Target = Annotated[
     str | None, typer.Option(help="Column to predict.", metavar="COLUMN", show_default="none, and all are named")
 ]
-SchemaOut = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", parser=folder_named, help="File to write.", metavar="FILE", show_default="standard output"
-    ),
-]
+SchemaOut = Annotated[Path | None, path_option("--output", help="File to write.", show_default="standard output")]
 Force = Annotated[bool, typer.Option("--force", help="Write over a file that exists.")]
 
 

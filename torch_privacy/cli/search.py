@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from torch_privacy.cli._options import Chosen, with_options
-from torch_privacy.cli._shared import CommandOutput, RunPath, app, folder_named, naming, print_result, say
+from torch_privacy.cli._shared import CommandOutput, RunPath, app, naming, path_option, print_result, say
 from torch_privacy.cli.processes import Processes
 from torch_privacy.cli.train import KNOWN, train_in
 from torch_privacy.experiments.task import Settings
@@ -19,10 +19,7 @@ Where = Annotated[
     Literal["synthetic", "public", "private"],
     typer.Option("--on", help="Data on which settings are compared; on private data the choice costs epsilon."),
 ]
-StandIn = Annotated[
-    Path | None,
-    typer.Option(parser=folder_named, help="Public data in the same format, for --on public.", metavar="DIR"),
-]
+StandIn = Annotated[Path | None, path_option(help="Public data in the same format, for --on public.", metavar="DIR")]
 Tries = Annotated[
     int | None, typer.Option(help="Number of combinations to try, drawn at random.", show_default="all of them")
 ]
@@ -32,11 +29,9 @@ Projections = Annotated[
 Train = Annotated[bool, typer.Option("--train/--no-train", help="Then train with the best settings on private data.")]
 BudgetPath = Annotated[
     Path | None,
-    typer.Option(
+    path_option(
         "--budget",
-        parser=folder_named,
         help="Budget of the data, for --on private: a search that does not fit is refused.",
-        metavar="FILE",
         show_default="none",
     ),
 ]

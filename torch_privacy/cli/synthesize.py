@@ -15,8 +15,9 @@ from torch_privacy.cli._shared import (
     ResumePath,
     RunPath,
     app,
-    folder_named,
     naming,
+    path_argument,
+    path_option,
     print_result,
     say,
     saying_warnings,
@@ -26,20 +27,10 @@ from torch_privacy.experiments.synthetic_table import SyntheticTableSettings
 
 Source = Annotated[
     Path | None,
-    typer.Argument(
-        parser=folder_named,
-        help="Table, a CSV or Parquet file; or the folder of a finished run, to draw from.",
-        metavar="FILE|RUN",
-        show_default=False,
-    ),
+    path_argument("Table, a CSV or Parquet file; or the folder of a finished run, to draw from.", "FILE|RUN"),
 ]
 Rows = Annotated[int | None, typer.Option("--rows", help="Rows to draw.", show_default="none")]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", parser=folder_named, help="CSV file for the rows.", metavar="FILE", show_default="RUN/rows.csv"
-    ),
-]
+Out = Annotated[Path | None, path_option("--out", help="CSV file for the rows.", show_default="RUN/rows.csv")]
 Seed = Annotated[
     int | None, typer.Option("--seed", help="Public seed of the rows: draws the same again.", show_default="a new one")
 ]

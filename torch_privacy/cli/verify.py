@@ -6,13 +6,10 @@ from typing import Annotated
 
 import typer
 
-from torch_privacy.cli._shared import AsJson, app, folder_named, print_result
+from torch_privacy.cli._shared import AsJson, app, path_argument, print_result
 
 FALSE = 1
-Folder = Annotated[
-    Path,
-    typer.Argument(parser=folder_named, help="Folder of a finished training.", metavar="RUN", show_default=False),
-]
+Folder = Annotated[Path, path_argument("Folder of a finished training.", "RUN")]
 
 
 @app.command()
