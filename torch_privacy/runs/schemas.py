@@ -5,27 +5,8 @@ from typing import Any
 
 RESULTS_FORMAT = 2  # of results.json: with digests. Files of format 1, without them and without this number, are read
 
-NUMBER: dict[str, Any] = {"type": "number"}
-OPTIONAL_NUMBER = {"type": ["number", "null"]}
-SCORE = {"type": ["number", "null"], "minimum": -1e30, "maximum": 1e30}
-COUNT = {"type": "integer", "minimum": 0, "maximum": 10**12}
-TEXT = {"type": "string"}
-TEXTS = {"type": "array", "items": TEXT, "maxItems": 10_000}
-NAME = {"type": "string", "maxLength": 200}
-FLAG = {"type": "boolean"}
-SECONDS = {"type": "number", "minimum": 0, "maximum": 1e10}
-RANKS = {"type": "integer", "minimum": 2, "maximum": 10**6}  # number of processes, if there were several
-DIGEST = {"type": "string", "pattern": "[0-9a-f]{64}"}
-DELTA = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
-SEEDS = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": 2**63 - 1},
-    "minItems": 1,
-    "maxItems": 10_000,
-}
 
-
-def record(properties: dict[str, Any], *, optional: tuple[str, ...] = (), closed: bool = False) -> dict[str, Any]:
+def record(properties: dict[str, Any], *, optional: tuple[str, ...] = (), closed: bool = True) -> dict[str, Any]:
     """Returns the schema of an object with these entries, all required but the optional ones.
 
     A ``closed`` object has no others: we write it ourselves, and a version that adds entries changes the format.
@@ -35,34 +16,41 @@ def record(properties: dict[str, Any], *, optional: tuple[str, ...] = (), closed
     return {**found, "additionalProperties": False} if closed else found
 
 
-BOUNDS = record({"low": OPTIONAL_NUMBER, "high": OPTIONAL_NUMBER}, closed=True)
-RATES = record(
-    {
-        "low": {"type": "number", "minimum": -1e-6, "maximum": 1 + 1e-6},
-        "high": {"type": "number", "minimum": -1e-6, "maximum": 1 + 1e-6},
-    },
-    closed=True,
-)
-RELEASES = {
-    "type": "array",
-    "minItems": 1,
-    "maxItems": 100_000,
-    "items": record(
-        {
-            "event": record({"type": NAME}),
-            "count": {"type": "integer", "minimum": 1, "maximum": 10**9},
-        },
-        closed=True,
+def array(items: dict[str, Any], most: int, least: int = 0) -> dict[str, Any]:
+    """Returns the schema of a list of at least and at most so many items."""
+    return {"type": "array", "items": items, "maxItems": most, **({"minItems": least} if least else {})}
+
+
+def by_name(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of an object with any names."""
+    return {"type": "object", "additionalProperties": values}
+
+
+NUMBER: dict[str, Any] = {"type": "number"}
+OPTIONAL_NUMBER = {"type": ["number", "null"]}
+SCORE = {"type": ["number", "null"], "minimum": -1e30, "maximum": 1e30}
+COUNT = {"type": "integer", "minimum": 0, "maximum": 10**12}
+TEXT = {"type": "string"}
+TEXTS = array(TEXT, 10_000)
+NAME = {"type": "string", "maxLength": 200}
+FLAG = {"type": "boolean"}
+SECONDS = {"type": "number", "minimum": 0, "maximum": 1e10}
+RANKS = {"type": "integer", "minimum": 2, "maximum": 10**6}  # number of processes, if there were several
+DIGEST = {"type": "string", "pattern": "[0-9a-f]{64}"}
+DELTA = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+SEEDS = array({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}, 10_000, least=1)
+BOUNDS = record({"low": OPTIONAL_NUMBER, "high": OPTIONAL_NUMBER})
+SHARE = {"type": "number", "minimum": -1e-6, "maximum": 1 + 1e-6}  # from 0 to 1, but for rounding
+RATES = record({"low": SHARE, "high": SHARE})
+RELEASES = array(
+    record(
+        {"event": record({"type": NAME}, closed=False), "count": {"type": "integer", "minimum": 1, "maximum": 10**9}}
     ),
-}
-MEASURE = record(
-    {"name": NAME, "percent": FLAG, "larger_is_better": FLAG}, optional=("percent", "larger_is_better"), closed=True
+    100_000,
+    least=1,
 )
-DIGESTS = {
-    "format": {"const": RESULTS_FORMAT},
-    "check": DIGEST,
-    "files": {"type": "object", "additionalProperties": DIGEST},
-}
+MEASURE = record({"name": NAME, "percent": FLAG, "larger_is_better": FLAG}, optional=("percent", "larger_is_better"))
+DIGESTS = {"format": {"const": RESULTS_FORMAT}, "check": DIGEST, "files": by_name(DIGEST)}
 SETTING = {"type": ["number", "string", "boolean", "null", "array"], "maxItems": 10_000}
 SETTINGS = {  # of a training; the checkpoint and the digest in results.json say what the values must be
     "type": "object",
@@ -73,16 +61,14 @@ SETTINGS = {  # of a training; the checkpoint and the digest in results.json say
         "optimizer": NAME,
         "dataset": NAME,
         # What the releases depend on: a training goes on only with the same.
-        "fixed": {"type": "object", "additionalProperties": {"type": [*SETTING["type"], "object"]}},
+        "fixed": by_name({"type": [*SETTING["type"], "object"]}),
     },
     "additionalProperties": SETTING,
     "if": {"required": ["fixed"]},
     "then": {"required": ["model", "num_trained_parameters", "optimizer", "dataset"]},
 }
 PATHS = record(  # settings that are paths of the user
-    {"file": TEXT, "schema": TEXT, "data": TEXT, "budget": TEXT},
-    optional=("file", "schema", "data", "budget"),
-    closed=True,
+    {"file": TEXT, "schema": TEXT, "data": TEXT, "budget": TEXT}, optional=("file", "schema", "data", "budget")
 )
 REQUEST = record(  # the settings of an experiment
     {
@@ -96,25 +82,19 @@ REQUEST = record(  # the settings of an experiment
         "check": DIGEST,
     },
     optional=("only", "skip", "format", "check"),
-    closed=True,
 )
 COUPLED = record(  # releases that may leak; see training/rehearsals.py
-    {name: {"type": "integer", "minimum": 0} for name in ("first", "last", "found")}, closed=True
+    {name: {"type": "integer", "minimum": 0} for name in ("first", "last", "found")}
 )
 ATTACKER = record(
     {
         "false_positive_rate": NUMBER,  # this and the next: of earlier files, without the others
         "true_positive_rate": RATES,
         "advantage": RATES,
-        "mu": record({**BOUNDS["properties"], "errors_at_least": NUMBER, "regret": RATES}, closed=True),
-        "true_positive_rates": {
-            "type": "array",
-            "maxItems": 100,
-            "items": record({"false_positive_rate": NUMBER, **RATES["properties"]}, closed=True),
-        },
+        "mu": record({**BOUNDS["properties"], "errors_at_least": NUMBER, "regret": RATES}),
+        "true_positive_rates": array(record({"false_positive_rate": NUMBER, **RATES["properties"]}), 100),
     },
     optional=("false_positive_rate", "true_positive_rate", "advantage", "mu", "true_positive_rates"),
-    closed=True,
 )
 PRIVACY = record(
     {
@@ -126,14 +106,13 @@ PRIVACY = record(
         "releases": RELEASES,
         "delta": DELTA,
         "epsilon": BOUNDS,
-        "clt": record({"epsilon": OPTIONAL_NUMBER, "mu": OPTIONAL_NUMBER, "note": TEXT}, closed=True),
-        "moments_accountant": record({"epsilon": OPTIONAL_NUMBER, "note": TEXT}, closed=True),
+        "clt": record({"epsilon": OPTIONAL_NUMBER, "mu": OPTIONAL_NUMBER, "note": TEXT}),
+        "moments_accountant": record({"epsilon": OPTIONAL_NUMBER, "note": TEXT}),
         "attacker": ATTACKER,
     },
     optional=("noise_multiplier", "sampling_probability"),
-    closed=True,
 )
-SCORES = {"type": "object", "additionalProperties": SCORE}
+SCORES = by_name(SCORE)
 OWNERS = {"num_owners": {**COUNT, "minimum": 1}, "examples_per_owner": {**COUNT, "minimum": 1}}
 OF_ANY_TRAINING = {
     "ranks": RANKS,
@@ -144,38 +123,24 @@ OF_ANY_TRAINING = {
     **DIGESTS,
 }
 MEASURED = record(
-    {"name": NAME, "value": NUMBER, "error": NUMBER, "baseline": OPTIONAL_NUMBER, "gain_error": OPTIONAL_NUMBER},
-    closed=True,
+    {"name": NAME, "value": NUMBER, "error": NUMBER, "baseline": OPTIONAL_NUMBER, "gain_error": OPTIONAL_NUMBER}
 )
 QUALITY = record(  # of a training on a table: scores on test rows, each with its standard error and a constant's
     {
         "rows": COUNT,
-        "measures": {"type": "array", "items": MEASURED, "maxItems": 20},
+        "measures": array(MEASURED, 20),
         "warnings": TEXTS,
         "classes": TEXTS,
-        "base_rates": {"type": "array", "items": NUMBER, "maxItems": 10_000},
+        "base_rates": array(NUMBER, 10_000),
         "positive": {"type": ["string", "null"]},
-        "calibration": {
-            "type": "array",
-            "maxItems": 100,
-            "items": record({"predicted": NUMBER, "observed": NUMBER, "error": NUMBER, "count": COUNT}, closed=True),
-        },
+        "calibration": array(record({"predicted": NUMBER, "observed": NUMBER, "error": NUMBER, "count": COUNT}), 100),
     },
     optional=("rows", "measures", "warnings", "classes", "base_rates", "positive", "calibration"),
-    closed=True,
 )
-DECLARED = {
-    "type": "array",
-    "maxItems": 20_000,
-    "items": record({"column": TEXT, "declared": TEXT, "source": TEXT}, closed=True),
-}
-COEFFICIENTS = {
-    "type": "array",
-    "maxItems": 10**6,
-    "items": record(
-        {"column": TEXT, "value": TEXT, "class": {"type": ["string", "null"]}, "coefficient": NUMBER}, closed=True
-    ),
-}
+DECLARED = array(record({"column": TEXT, "declared": TEXT, "source": TEXT}), 20_000)
+COEFFICIENTS = array(
+    record({"column": TEXT, "value": TEXT, "class": {"type": ["string", "null"]}, "coefficient": NUMBER}), 10**6
+)
 OF_EXPERIMENT = record(
     {
         **OF_ANY_TRAINING,
@@ -186,10 +151,11 @@ OF_EXPERIMENT = record(
         "quality": QUALITY,
         "declared": DECLARED,
         "coefficients": COEFFICIENTS,
-        "diverged": {"type": "array", "items": {"enum": ["private", "non-private"]}, "maxItems": 2},
-        "seconds": record({"private": SECONDS, "non_private": SECONDS}, closed=True),
+        "diverged": array({"enum": ["private", "non-private"]}, 2),
+        "seconds": record({"private": SECONDS, "non_private": SECONDS}),
     },
     optional=("ranks", *OWNERS, "quality", "declared", "coefficients", "diverged", "seconds", *DIGESTS),
+    closed=False,
 )
 OF_LOOP = record(  # of a training in a loop of one's own
     {
@@ -202,24 +168,17 @@ OF_LOOP = record(  # of a training in a loop of one's own
         "diverged": FLAG,
     },
     optional=("ranks", *OWNERS, "num_test_examples", "check"),
-    closed=True,
 )
-ROW_NUMBERS = {
-    "type": "object",
-    "additionalProperties": {
+ROW_NUMBERS = by_name(
+    {
         "type": ["number", "null", "object"],
         "if": {"type": "object"},
-        "then": record({"low": {"type": "number", "minimum": -1e300}, "high": NUMBER}, closed=True),
-    },
-}
+        "then": record({"low": {"type": "number", "minimum": -1e300}, "high": NUMBER}),
+    }
+)
 RATE = {"type": "number", "minimum": 0, "maximum": 1}
-CURVE = {
-    "type": "array",
-    "minItems": 2,
-    "maxItems": 2,
-    "items": {"type": "array", "items": RATE, "minItems": 2, "maxItems": 1000},
-}
-OUTCOME = {"type": "object", "additionalProperties": COUNT}
+CURVE = array(array(RATE, 1000, least=2), 2, least=2)
+OUTCOME = by_name(COUNT)
 EPSILON = {"type": ["number", "null"], "minimum": 0}
 AUDIT = record(
     {
@@ -246,29 +205,27 @@ AUDIT = record(
         **DIGESTS,
     },
     optional=(*DIGESTS, "sums", "sums_ideal", "epsilon_low_sums"),
-    closed=True,
 )
 ROW_RESULTS = record(  # of a row that is computed
-    {"numbers": ROW_NUMBERS, "seconds": SECONDS, **DIGESTS}, optional=tuple(DIGESTS), closed=True
+    {"numbers": ROW_NUMBERS, "seconds": SECONDS, **DIGESTS}, optional=tuple(DIGESTS)
 )
 EXPERIMENT_RESULTS = record(
     {
         "reproduce": NAME,
-        "paper": record({"authors": TEXT, "title": TEXT, "source": TEXT}, optional=("title", "source")),
+        "paper": record({"authors": TEXT, "title": TEXT, "source": TEXT}, optional=("title", "source"), closed=False),
         "place": TEXT,
         "shows": {"type": "string", "pattern": "(?s).+"},
         "own_data": TEXT,  # name of data that are not the paper's
         "quick": FLAG,
         "seeds": SEEDS,
-        "deltas": {"type": "array", "items": DELTA, "maxItems": 10_000},
+        "deltas": array(DELTA, 10_000),
         "only": TEXTS,
         "skip": TEXTS,
         "machine": TEXT,
         "ranks": RANKS,
-        "versions": {"type": "object", "additionalProperties": TEXT},
-        "columns": {
-            "type": "object",
-            "additionalProperties": record(
+        "versions": by_name(TEXT),
+        "columns": by_name(
+            record(
                 {
                     "heading": TEXT,
                     "digits": {"type": "integer", "minimum": 0, "maximum": 30},
@@ -276,31 +233,25 @@ EXPERIMENT_RESULTS = record(
                     "scientific": FLAG,
                 },
                 optional=("digits", "percent", "scientific"),
-                closed=True,
-            ),
-        },
-        "rows": {
-            "type": "array",
-            "maxItems": 10_000,
-            "items": record(
+            )
+        ),
+        "rows": array(
+            record(
                 {
                     "row": TEXT,
                     "seeded": FLAG,
-                    "paper": {"type": "object", "additionalProperties": OPTIONAL_NUMBER},
-                    "runs": {
-                        "type": "array",
-                        "maxItems": 10_000,
-                        "items": record({"seed": COUNT, "numbers": ROW_NUMBERS, "seconds": SECONDS}),
-                    },
-                },
-                closed=True,
+                    "paper": by_name(OPTIONAL_NUMBER),
+                    "runs": array(
+                        record({"seed": COUNT, "numbers": ROW_NUMBERS, "seconds": SECONDS}, closed=False), 10_000
+                    ),
+                }
             ),
-        },
+            10_000,
+        ),
         "notes": TEXTS,
         **DIGESTS,
     },
     optional=("own_data", "deltas", "only", "skip", "ranks", "versions", *DIGESTS),
-    closed=True,
 )
 OF_SEARCH = {"type": "object", "required": ["epsilon", "delta", "noise_multiplier"]}  # its statement has the same
 RESULTS = {  # of every kind, by an entry that only it has
@@ -328,15 +279,12 @@ LOG = record(  # of a training, in its state
         "loss_sum": {**IN_JSON, "type": ["number", "string"]},
         "score_sum": {**IN_JSON, "type": ["number", "string"]},
         "seconds": SECONDS,
-        "rows": {
-            "type": "array",
-            "maxItems": 2**12,
-            "items": record(
-                METRICS | dict.fromkeys(("loss", "train_score", "test_score", "epsilon_low", "epsilon_high"), IN_JSON),
-                closed=True,
+        "rows": array(
+            record(
+                METRICS | dict.fromkeys(("loss", "train_score", "test_score", "epsilon_low", "epsilon_high"), IN_JSON)
             ),
-        },
+            2**12,
+        ),
     },
     optional=("score_sum", "seconds"),  # older states have none
-    closed=True,
 )
