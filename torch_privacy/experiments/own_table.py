@@ -43,6 +43,7 @@ from torch_privacy.experiments.task import Task, check_settings, seeded
 from torch_privacy.runs.rows import ACCURACY_COLUMN, SCORE
 from torch_privacy.support import validate as _check
 from torch_privacy.support.ranks import Ranks
+from torch_privacy.tables.learnt import as_plain, event_for, releases_in
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -254,10 +255,7 @@ def _choice(settings: TableSettings, schema: tables.Schema, n: int) -> tables.De
 
 def _private_settings(settings: TableSettings, released: Mapping[str, Any], budget: Any) -> dict[str, Any]:
     """Returns the arguments of `PrivateTraining` that follow from what was learnt."""
-    prior = [
-        privacy.Release(privacy.event_from_dict(event), fingerprint)
-        for event, fingerprint in zip(released["events"], released["fingerprints"], strict=True)
-    ]
+    prior = releases_in(released)
     rule = tp.Flat(settings.clip_norm) if settings.clipping == "flat" else tp.Automatic(settings.clip_norm)
     found: dict[str, Any] = {"clipping": rule, "prior_releases": prior, "budget": budget}
     if noise := released.get("noise_multiplier"):  # reserved together with what was learnt
@@ -285,18 +283,11 @@ def _learn(
     draft: Draft | None,
 ) -> dict[str, Any]:
     """Learns privately what the schema leaves open; returns the completed schema with its price, as plain data."""
-    path = Path(settings.file)
+    path, unit = Path(settings.file), table_notes.event_unit(settings)
     schema = declared(path, settings.target, settings.schema, settings.owner)
     if schema.is_complete and not (settings.target_epsilon and schema.has_scales_to_learn):
-        return {
-            **declared_in(settings, schema),
-            "shape": schema.file,
-            "schema": schema.to_toml(),
-            "events": [],
-            "fingerprints": [],
-            "notes": [],
-        }
-    share, kept, noise = settings.schema_share, _Kept(table_notes.event_unit(settings), new_ledger), None
+        return {**declared_in(settings, schema), "shape": schema.file, **as_plain(schema, unit)}
+    share, kept, noise = settings.schema_share, _Kept(unit, new_ledger), None
     assert settings.target_epsilon is not None, "noise alone leaves nothing to learn with"
     doubt = checked_target(settings, schema, len(train_rows) if owners is None else len(set(owners)))
     for warning in (doubt, table_notes.identifiers(settings, schema)):
@@ -328,10 +319,7 @@ def _learn(
     return {
         **declared_in(settings, schema),
         "shape": schema.file,
-        "schema": learnt.schema.to_toml(),
-        "events": [privacy.event_to_dict(kept.event(release)) for release in learnt.releases],
-        "fingerprints": [release.fingerprint for release in learnt.releases],
-        "notes": list(learnt.notes),
+        **as_plain(learnt.schema, unit, learnt.releases, learnt.notes),
         **({} if noise is None else {"noise_multiplier": noise}),
     }
 
@@ -360,9 +348,6 @@ class _Kept:
         self._unit, self._new_ledger = unit, new_ledger
         self._ledger: privacy.Ledger | None = None
 
-    def event(self, release: privacy.Release) -> privacy.Event:
-        return replace(release.event, unit=self._unit)  # type: ignore[call-arg]
-
     def open(self, run: str) -> Path | None:
         """Makes the ledger of a run in the budget of the data; returns its path."""
         self._ledger = None if self._new_ledger is None else self._new_ledger(run=run)
@@ -372,7 +357,7 @@ class _Kept:
         if self._ledger is None and self._new_ledger is not None:
             self._ledger = self._new_ledger()
         if self._ledger is not None:
-            self._ledger.record(self.event(release), len(self._ledger), release.fingerprint)
+            self._ledger.record(event_for(release, self._unit), len(self._ledger), release.fingerprint)
 
     def close(self) -> None:
         if self._ledger is not None:

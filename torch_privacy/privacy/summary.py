@@ -53,7 +53,7 @@ class Summary:
             "sampler": profile.sampler,
             **releases_as_json(self.releases),
             "delta": self.delta,
-            "epsilon": {"low": _or_none(self.epsilon_low), "high": _or_none(self.epsilon_high)},
+            "epsilon": interval_as_json(privacy.Bracket(self.epsilon_low, self.epsilon_high)),
             "clt": {
                 "epsilon": _or_none(self.clt_epsilon),
                 "mu": _or_none(self.mu),
@@ -62,6 +62,11 @@ class Summary:
             "moments_accountant": {"epsilon": _or_none(self.moments_epsilon), "note": "a bound, looser than needed"},
             "attacker": self.attacker,
         }
+
+
+def interval_as_json(interval: privacy.Bracket[float]) -> dict[str, float | None]:
+    """Returns both ends of a certified interval; null stands for infinity."""
+    return {side: _or_none(value) for side, value in interval._asdict().items()}
 
 
 def _or_none(value: float | None) -> float | None:

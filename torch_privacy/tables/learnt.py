@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from .. import privacy
 from .schema import Schema
@@ -42,3 +43,26 @@ class Learnt:
     def epsilon(self, delta: float) -> float:
         """Returns the epsilon of all releases of the learning alone, at ``delta``."""
         return privacy.compose([(release.event, 1) for release in self.releases]).epsilon_high(delta)
+
+
+def event_for(release: privacy.Release, unit: str) -> privacy.Event:
+    """Returns the event of a release where this unit is protected."""
+    return replace(release.event, unit=unit)  # type: ignore[call-arg]
+
+
+def as_plain(
+    schema: Schema, unit: str, releases: Sequence[privacy.Release] = (), notes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns a complete schema and the releases that it took, as plain data for a checkpoint."""
+    return {
+        "schema": schema.to_toml(),
+        "events": [privacy.event_to_dict(event_for(release, unit)) for release in releases],
+        "fingerprints": [release.fingerprint for release in releases],
+        "notes": list(notes),
+    }
+
+
+def releases_in(plain: Mapping[str, Any]) -> list[privacy.Release]:
+    """Returns the releases that `as_plain` wrote."""
+    both = zip(plain["events"], plain["fingerprints"], strict=True)
+    return [privacy.Release(privacy.event_from_dict(event), fingerprint) for event, fingerprint in both]

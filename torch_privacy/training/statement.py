@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from ..privacy.budget_file import counted, includes
 from ..privacy.budget_runs import Reservation
 from ..privacy.events.base import releases_to_json
 from ..privacy.spent import ALWAYS_PUBLIC, AUDIT, NEVER_COVERED, NOT_FOR_RELEASE, NOT_PRIVATE, Spent
-from ..privacy.summary import attacker_as_json
+from ..privacy.summary import attacker_as_json, interval_as_json
 from ..support.units import OF_TRAINING, owner_in_words
 from ..support.validate import Refused
 from ..support.version import __version__
@@ -255,12 +254,7 @@ class Account:
             **({"prior_releases": releases_to_json(settings.prior_events)} if settings.prior_releases else {}),
             "treated_as_public": [*self._public(mechanism)],
             "not_covered": [*self._not_covered(progress)],
-            "versions": {
-                "torch_privacy": __version__,
-                "torch": torch.__version__,
-                "numpy": np.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": versions(),
         }
 
     def _noise(self, progress: TrainingProgress) -> str:
@@ -328,8 +322,17 @@ class Account:
         """Returns the certified interval at the given delta; null stands for infinity."""
         if self._settings.delta is None:
             return None
-        interval = profile.epsilon(self._settings.delta)._asdict()
-        return {side: value if math.isfinite(value) else None for side, value in interval.items()}
+        return interval_as_json(profile.epsilon(self._settings.delta))
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that a statement lists."""
+    return {
+        "torch_privacy": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def _post_processing(name: str) -> str:

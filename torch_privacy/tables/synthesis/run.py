@@ -18,6 +18,7 @@ from ...runs.folder import RunFolder
 from ...support.validate import Refused
 from ...training.bound_data import reserve
 from ..extra import needed
+from ..learnt import releases_in
 from ..read import rows_of
 from ..schema import Schema
 from .cells import ColumnGrid
@@ -92,9 +93,7 @@ class GeneratorRun:
     @property
     def prior(self) -> list[privacy.Release]:
         """Returns the releases that the schema was learnt from."""
-        released = self._state["released"]
-        both = zip(released["events"], released["fingerprints"], strict=True)
-        return [privacy.Release(privacy.event_from_dict(event), fingerprint) for event, fingerprint in both]
+        return releases_in(self._state["released"])
 
     @property
     def notes(self) -> list[str]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from ...support.units import plural
 from ...support.validate import strictly_between
 from ..extra import needed
 from ..learn import TableError, capped, learn
+from ..learnt import as_plain, event_for
 from ..schema import Schema
 from ..split import owner_codes
 from .plan import WHERE, SynthesisSettings
@@ -85,10 +86,10 @@ class SourceRows:
         """Learns what the schema leaves open; each release is in the ledger before it is used."""
         schema, settings, share = self.schema, self.settings, self.settings.learning_share
         if schema.is_complete:
-            return {"schema": schema.to_toml(), "events": [], "fingerprints": [], "notes": []}
+            return as_plain(schema, settings.unit)
 
-        def event_of(release: privacy.Release) -> privacy.Event:
-            return replace(release.event, unit=settings.unit)  # type: ignore[call-arg]
+        def record(release: privacy.Release) -> None:
+            ledger.record(event_for(release, settings.unit), len(ledger), release.fingerprint)
 
         try:
             learnt = learn(
@@ -98,7 +99,7 @@ class SourceRows:
                 delta=share * settings.delta,
                 owners=self.owners,
                 per_owner=settings.per_owner or 1,
-                record=lambda release: ledger.record(event_of(release), len(ledger), release.fingerprint),
+                record=record,
             )
         except TableError as error:
             spent = ledger.profile().epsilon_high(settings.delta) if len(ledger) else 0.0
@@ -107,12 +108,8 @@ class SourceRows:
                 f"{str(error).rstrip('.')}. {lines}To learn this has cost epsilon {round_up(spent)}. {ledger.path} has "
                 "what was released; another try costs as much again, and the epsilons add up."
             ) from None
-        return {
-            "schema": learnt.schema.to_toml(),
-            "events": [privacy.event_to_dict(event_of(release)) for release in learnt.releases],
-            "fingerprints": [release.fingerprint for release in learnt.releases],
-            "notes": [note.replace("are imputed", "stay missing") for note in learnt.notes],
-        }
+        notes = [note.replace("are imputed", "stay missing") for note in learnt.notes]
+        return as_plain(learnt.schema, settings.unit, learnt.releases, notes)
 
     def used(self, seed: int) -> DataFrame:
         """Returns the rows that marginals count: of each person at most as many as the settings say."""

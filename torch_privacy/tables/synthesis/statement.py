@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import datetime
-import math
-import platform
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from ... import privacy
 from ...mechanisms.noise import generators
 from ...privacy.events.base import releases_to_json
 from ...privacy.spent import ALWAYS_PUBLIC, NEVER_COVERED
-from ...privacy.summary import attacker_as_json
-from ...support.version import __version__
+from ...privacy.summary import attacker_as_json, interval_as_json
+from ...training.statement import versions
 from .plan import RELATION, SynthesisSettings
 
 POST_PROCESSING = (
@@ -36,7 +33,6 @@ def of_marginals(
 ) -> dict[str, Any]:
     """Returns the statement on noisy marginals of ``num_units`` rows or people, and on the choices between them."""
     profile, rows = ledger.profile(), settings.per_owner or 1
-    interval = profile.epsilon(settings.delta)._asdict()
     noises = [event.noise_multiplier for event, _ in ledger.events if isinstance(event, privacy.Gaussian)]
     return {
         "format": 2,
@@ -64,20 +60,12 @@ def of_marginals(
         "budget": None,
         **data_budget,
         "delta": settings.delta,
-        "epsilon": {side: value if math.isfinite(value) else None for side, value in interval.items()},
+        "epsilon": interval_as_json(profile.epsilon(settings.delta)),
         "attacker": attacker_as_json(profile),
         "releases": releases_to_json(ledger.events),
-        "treated_as_public": [
-            "num_examples" if settings.per_owner is None else "num_owners",
-            *ALWAYS_PUBLIC,
-        ],
+        "treated_as_public": ["num_examples" if settings.per_owner is None else "num_owners", *ALWAYS_PUBLIC],
         "not_covered": [*NEVER_COVERED],
-        "versions": {
-            "torch_privacy": __version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
     }
 
 
