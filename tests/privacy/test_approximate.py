@@ -530,7 +530,9 @@ def test_clt_of_nothing_is_refused():
         privacy.clt([])
 
 
-@pytest.mark.parametrize(("target", "message"), [(0.0, "target_epsilon=0"), (1e-9, "above 10000"), (1e9, "below 0.2")])
+@pytest.mark.parametrize(
+    ("target", "message"), [(0.0, "target_epsilon=0"), (1e-9, "above 10000"), (1e9, "even at noise_multiplier=0.2")]
+)
 def test_targets_out_of_reach_are_refused(target, message):
     with pytest.raises(ValueError, match=message):
         privacy.smallest_noise(privacy.rdp, target, 1e-5, sampling_probability=0.01, num_steps=100)

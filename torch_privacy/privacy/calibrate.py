@@ -255,8 +255,26 @@ def _smallest(
     def excess(scale: float) -> float:
         return log_ratio(compose(schedule(scale)).epsilon_high(delta), target)
 
-    unreachable = partial(InvalidValue, where, "target_epsilon", target)
-    fails, enough = _enclose(excess, min(max(start, SMALLEST), LARGEST), unreachable)
+    return smallest(excess, start, tolerance, partial(InvalidValue, where, "target_epsilon", target))
+
+
+def smallest(
+    excess: Callable[[float], float],
+    start: float,
+    tolerance: float,
+    unreachable: Callable[[str], Exception],
+    ends: tuple[float, float] = (SMALLEST, LARGEST),
+) -> float:
+    """Returns the smallest noise multiplier between the ends with an ``excess`` of at most 0; see `log_ratio`.
+
+    Args:
+        excess: nearly a straight line in the logarithm of the noise multiplier.
+        start: a guess.
+        tolerance: largest relative distance from the smallest one.
+        unreachable: from a reason to the error that is raised if it lies beyond an end.
+        ends: of what is searched.
+    """
+    fails, enough = _enclose(excess, min(max(start, ends[0]), ends[1]), unreachable, *ends)
     return _narrow(excess, fails, enough, tolerance)
 
 
@@ -267,20 +285,18 @@ def log_ratio(epsilon: float, target: float) -> float:
 
 
 def _enclose(
-    excess: Callable[[float], float], start: float, unreachable: Callable[[str], Exception]
+    excess: Callable[[float], float], start: float, unreachable: Callable[[str], Exception], low: float, high: float
 ) -> tuple[Point, Point]:
     """Returns a noise multiplier that is too small and one that suffices, each with its excess."""
     point, slope, least = (start, excess(start)), 4.0, 0.01
     too_small = point[1] > 0
     while True:
-        if too_small and point[0] == LARGEST:
-            raise unreachable(f"needs a noise_multiplier above {LARGEST:g}. Take fewer steps.")
-        if not too_small and point[0] == SMALLEST:
-            raise unreachable(
-                f"is met even at noise_multiplier={SMALLEST:g}. Ask for a smaller epsilon. {WITHOUT_NOISE}"
-            )
+        if too_small and point[0] == high:
+            raise unreachable(f"needs a noise_multiplier above {high:g}. Take fewer steps.")
+        if not too_small and point[0] == low:
+            raise unreachable(f"is met even at noise_multiplier={low:g}. Ask for a smaller epsilon. {WITHOUT_NOISE}")
         step = min(max(1.2 * abs(point[1]) / slope, least), max(1.0, least))
-        noise = min(max(point[0] * exp(step if too_small else -step), SMALLEST), LARGEST)
+        noise = min(max(point[0] * exp(step if too_small else -step), low), high)
         following = (noise, excess(noise))
         if (following[1] > 0) != too_small:
             return (point, following) if too_small else (following, point)

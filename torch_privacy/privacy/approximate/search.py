@@ -2,10 +2,10 @@
 """Finds the smallest noise multiplier that an accountant accepts."""
 
 from collections.abc import Callable
-
-import numpy as np
+from functools import partial
 
 from ...support.validate import InvalidValue, in_range, plain_numbers, positive, strictly_between, whole
+from ..calibrate import log_ratio, smallest
 from ..events.base import Event
 from ..events.gaussian import SubsampledGaussian
 from .clt import clt_noise
@@ -55,27 +55,9 @@ def smallest_noise(
     strictly_between(where, 0, 1, delta=delta)
 
     def excess(noise: float) -> float:
-        if not LEAST_NOISE <= noise <= MOST_NOISE:
-            end, found = ("below", LEAST_NOISE) if noise < LEAST_NOISE else ("above", MOST_NOISE)
-            raise InvalidValue(where, "target_epsilon", target_epsilon, f"needs a noise multiplier {end} {found:g}.")
         stated = accountant([(SubsampledGaussian(noise, sampling_probability), num_steps)], delta)
-        return float(np.log(max(stated, 1e-300) / target_epsilon))
+        return log_ratio(stated, target_epsilon)
 
     start = clt_noise(target_epsilon, delta, sampling_probability, num_steps)
-    good = min(max(start, 2 * LEAST_NOISE), MOST_NOISE / 2)
-    fails, low = good, excess(good)
-    high = low
-    while high > 0:
-        fails, high, good = good, excess(1.2 * good), 1.2 * good
-    while low <= 0:
-        good, low, fails = fails, excess(fails / 1.2), fails / 1.2
-    low, high = excess(fails), excess(good)
-    while good / fails > 1 + NOISE_TOLERANCE:  # nearly a straight line in log-log
-        share = min(max(low / (low - high), 0.0), 1.0) + NOISE_TOLERANCE / 2
-        middle = fails * (good / fails) ** min(max(share, 1e-3), 1 - 1e-3)
-        value = excess(middle)
-        if value > 0:
-            fails, low, high = middle, value, high / 2
-        else:
-            good, high, low = middle, value, low / 2
-    return good
+    refused = partial(InvalidValue, where, "target_epsilon", target_epsilon)
+    return smallest(excess, start, NOISE_TOLERANCE, refused, (LEAST_NOISE, MOST_NOISE))
