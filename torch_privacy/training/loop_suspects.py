@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..model_check.rehearsal.comparison import CARRIES, quoted
+from ..model_check.rehearsal.comparison import CARRIES
 from ..support.contents import MISSING, same
-from ..support.validate import Refused
+from ..support.validate import Refused, quoted
 from ..support.warning import warn
 from .loop_contents import content_of, sampled
 from .loop_variables import Variable

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..sampling.stored_rows import kind_of
 from ..support.contents import MISSING, keys_and_values
-from ..support.held_state import MAX_DEPTH, names_in, slots_of
+from ..support.held_state import MAX_DEPTH, Attributes, names_in, slots_of
 from ..support.script_modules import registries_of
 from ..support.warning import PACKAGES
 
@@ -239,7 +239,7 @@ class Finder:
             return
         scope = function.__qualname__
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-            self._visit(scope, key, CELL, cell, None)
+            self._visit(scope, key, ENTRY, Attributes(cell), "cell_contents")
         for number, _ in enumerate(function.__defaults__ or ()):
             self._visit(scope, f"{name}.__defaults__[{number}]", ITEM, function.__defaults__, number)
         for holder, mark in ((function.__kwdefaults__ or {}, "__kwdefaults__."), (vars(function), "")):
@@ -333,13 +333,6 @@ def _class_attribute(kind: type, key: str) -> Any:
     return getattr(value, "__func__", value)
 
 
-def _of_cell(cell: Any, _: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return MISSING
-
-
 def _write_local(frame: FrameType, key: str, value: Any) -> None:
     """Writes a local variable of a frame that waits for a call."""
     frame.f_locals[key] = value
@@ -349,7 +342,6 @@ def _write_local(frame: FrameType, key: str, value: Any) -> None:
 
 ENTRY = Access(lambda holder, key: holder.get(key, MISSING), lambda holder, key, value: holder.__setitem__(key, value))
 LOCAL = Access(lambda frame, key: frame.f_locals.get(key, MISSING), _write_local)
-CELL = Access(_of_cell, lambda cell, _, value: setattr(cell, "cell_contents", value))
 CONTEXT = Access(lambda variable, _: variable.get(MISSING), lambda variable, _, value: variable.set(value))
 SLOT = Access(lambda holder, key: getattr(holder, key, MISSING), object.__setattr__)
 OF_CLASS = Access(_class_attribute, setattr)

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..jacobian.recording.paths import never_reached
 from ..mechanisms.base import Mechanism
-from ..model_check.rehearsal.comparison import quoted
 from ..support.ranks import Ranks, RefusedTogether
+from ..support.validate import quoted
 from ..support.warning import warn
 
 PATIENCE = 8  # batches that may miss a parameter, if random numbers may decide which layers are run

@@ -7,12 +7,14 @@ Choices follow a model of costs, not a stopwatch, so that one run repeats anothe
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
 from operator import attrgetter
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -255,12 +257,22 @@ class Memory:
 
     def portions(self) -> list[list[int]]:
         """Returns the numbers of calls and cuts in portions with gradients that need little memory."""
-        sizes = [place.output.size for place in self._reached.places]
-        most, portions, total = max(PORTION_BYTES, self.activations / 8), [], float("inf")
-        for number, size in enumerate(sizes):
-            if total + size > most:
-                portions.append([])
-                total = 0
-            portions[-1].append(number)
-            total += size
+        sizes = {number: place.output.size for number, place in enumerate(self._reached.places)}
+        portions = in_portions(sizes, max(PORTION_BYTES, self.activations / 8))
         return self._reached.ranks.peers.gather(portions)[0]
+
+
+Name = TypeVar("Name")
+
+
+def in_portions(sizes: Mapping[Name, float], most: float) -> list[list[Name]]:
+    """Returns the names in order, divided where more than ``most`` would be together."""
+    portions: list[list[Name]] = []
+    total = math.inf
+    for name, size in sizes.items():
+        if total + size > most:
+            portions.append([])
+            total = 0
+        portions[-1].append(name)
+        total += size
+    return portions

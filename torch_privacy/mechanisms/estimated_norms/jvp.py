@@ -26,6 +26,7 @@ from torch.func import functional_call, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
+from ...jacobian.recording.calls import edge_of
 from ...ops.tangents import FastTangents
 from ...support.random_state import RandomState
 from ...support.torch_modes import tensors_in
@@ -127,12 +128,6 @@ class ForwardCall:
         if not self.edges:  # before the forward it is unknown which outputs the losses can depend on
             self.positions = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
         return tuple(leaves[k] for k in self.positions)
-
-
-def edge_of(tensor: Tensor) -> GradientEdge:
-    """Returns the graph edge of a tensor that is not a leaf."""
-    assert tensor.grad_fn is not None
-    return GradientEdge(tensor.grad_fn, tensor.output_nr)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...jacobian.layouts.measure import NOT_SEPARATED
 from ...support.contents import same
+from ...support.validate import quoted
 from .trace import Trace
 from .turn import Answers, Turn
 
@@ -272,8 +273,3 @@ def not_repeated(functions: Sequence[str]) -> str:
         "own turns, or switches something once. Let it depend on training.step_count instead, which is the same in all "
         "turns of a batch, or switch between steps, where training.step(losses) returned True."
     )
-
-
-def quoted(names: Sequence[str]) -> str:
-    """Returns the names in quotes, with commas between them."""
-    return ", ".join(map(repr, names))

@@ -28,7 +28,7 @@ from torch import nn
 from ...support.contents import Saved, same
 from ...support.draws import AS_DRAWN, Rule
 from ...support.model_state import ModelState, ParameterDigests
-from ...support.validate import Refused
+from ...support.validate import Refused, quoted
 from .comparison import (
     REPEATED,
     RULE_CURE,
@@ -39,7 +39,6 @@ from .comparison import (
     differing,
     losses_repeat,
     not_repeating,
-    quoted,
     written_into,
 )
 from .redrawn import OtherRun, Redrawn, Run

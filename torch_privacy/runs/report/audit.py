@@ -8,8 +8,7 @@ import numpy as np
 
 from torch_privacy.privacy.rounding import round_down, round_up, short
 from torch_privacy.runs.report import html
-from torch_privacy.runs.report.style import PAGE_FAINT, PAGE_INK
-from torch_privacy.runs.report.training_plots import FIRST, SECOND, as_svg, new_axes
+from torch_privacy.runs.report.training_plots import FIRST, SECOND, as_svg, tradeoff_axes, write_along
 
 WORDS = (
     "Fair coins put the canaries into the data of one training, or left them out; an attack guessed the coins. "
@@ -94,15 +93,12 @@ def _headline(content: dict[str, Any]) -> str:
 
 def attack_plot(content: dict[str, Any]) -> str:
     """Draws false alarms and missed canaries of the attack at every threshold, beside the certified curve."""
-    figure, axes = new_axes("The attack, and what no attack can beat", "false alarms (%)", "canaries missed (%)")
+    figure, axes = tradeoff_axes("The attack, and what no attack can beat", "false alarms (%)", "canaries missed (%)")
     false, true = (100 * np.asarray(side, float) for side in content["roc"])
     rates, claimed = (100 * np.asarray(side, float) for side in content["claimed_curve"])
-    axes.plot([0, 100], [100, 0], color=PAGE_FAINT, linestyle="--", linewidth=1.2)
-    along = {"rotation": -45, "transform_rotates_text": True, "rotation_mode": "anchor", "ha": "center"}
-    axes.text(72, 31, "blind guessing", color=PAGE_INK, **along)
+    write_along(axes, "blind guessing")
     axes.plot(rates, 100 - claimed, color=FIRST, label="certified: no attack is below")
     axes.fill_between(rates, 0, 100 - claimed, color=FIRST, alpha=0.12, linewidth=0)
     axes.step(false, 100 - true, where="post", color=SECOND, label="this attack")
-    axes.set(xlim=(0, 100), ylim=(0, 100))
     axes.legend(frameon=False, loc="upper right")
     return as_svg(figure)

@@ -222,11 +222,9 @@ def epsilon_plot(rows: Sequence[Metrics], delta: float) -> str:
 
 def tradeoff_plot(profile: privacy.Profile, summary: Summary) -> str:
     """Draws the share of members that an attacker misses at each false positive rate, next to perfect privacy."""
-    figure, axes = new_axes("What an attacker can do", "false positives (%)", "members missed (%)")
+    figure, axes = tradeoff_axes("What an attacker can do", "false positives (%)", "members missed (%)")
     curve = profile.tradeoff(ALPHAS)
-    axes.plot([0, 100], [100, 0], color=PAGE_FAINT, linestyle="--", linewidth=1.2)
-    along = {"rotation": -45, "transform_rotates_text": True, "rotation_mode": "anchor", "ha": "center"}
-    axes.text(72, 31, "perfect privacy", color=PAGE_INK, **along)
+    write_along(axes, "perfect privacy")
     axes.fill_between(100 * ALPHAS, 100 * curve.low, 100 * curve.high, color=FIRST, alpha=0.25, linewidth=0)
     axes.plot(100 * ALPHAS, 100 * curve.low, color=FIRST)
     missed = 100 * (1 - summary.true_positive_rate_high)
@@ -234,8 +232,21 @@ def tradeoff_plot(profile: privacy.Profile, summary: Summary) -> str:
     label = f"at {FALSE_POSITIVES} false positives\nat least {round_down(missed, 1)} % are missed"
     axes.plot([100 * FALSE_POSITIVE_RATE, 44], [missed, 88], color=SECOND, linewidth=0.8)
     axes.text(46, 88, label, color=SECOND, va="center")
-    axes.set(xlim=(0, 100), ylim=(0, 100))
     return as_svg(figure)
+
+
+def tradeoff_axes(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    """Returns the axes of two error rates in percent, with the line of an attacker who guesses blindly."""
+    figure, axes = new_axes(title, xlabel, ylabel)
+    axes.plot([0, 100], [100, 0], color=PAGE_FAINT, linestyle="--", linewidth=1.2)
+    axes.set(xlim=(0, 100), ylim=(0, 100))
+    return figure, axes
+
+
+def write_along(axes: Axes, text: str) -> None:
+    """Writes a text along the line of an attacker who guesses blindly."""
+    along = {"rotation": -45, "transform_rotates_text": True, "rotation_mode": "anchor", "ha": "center"}
+    axes.text(72, 31, text, color=PAGE_INK, **along)
 
 
 def profile_plot(profile: privacy.Profile, summary: Summary) -> str:
@@ -349,11 +360,9 @@ def _overlaid_epsilons(runs: Sequence[Training]) -> str:
 
 
 def _overlaid_tradeoffs(runs: Sequence[Training]) -> str:
-    figure, axes = new_axes("What an attacker can do", "false positives (%)", "members missed (%)")
-    axes.plot([0, 100], [100, 0], color=PAGE_FAINT, linestyle="--", linewidth=1.2)
+    figure, axes = tradeoff_axes("What an attacker can do", "false positives (%)", "members missed (%)")
     for run, style in _styled(runs):
         axes.plot(100 * ALPHAS, 100 * run.profile.tradeoff(ALPHAS).low, **style)
-    axes.set(xlim=(0, 100), ylim=(0, 100))
     return as_svg(figure)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...jacobian.rows.plan import in_portions
 from ...jacobian.rows.streamed_sum import DeferredSum
 from ...support.ranks import communicating
 
@@ -158,15 +158,7 @@ class FlatBucket:
 
 def buckets_of(sizes: Mapping[str, int]) -> list[list[str]]:
     """Returns the names in order, divided where more than `BUCKET_BYTES` would be together."""
-    buckets: list[list[str]] = []
-    total = math.inf
-    for name, size in sizes.items():
-        if total + size > BUCKET_BYTES:
-            buckets.append([])
-            total = 0
-        buckets[-1].append(name)
-        total += size
-    return buckets
+    return in_portions(sizes, BUCKET_BYTES)
 
 
 def by_kind(sums: dict[str, Tensor]) -> list[dict[str, Tensor]]:
