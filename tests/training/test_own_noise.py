@@ -452,11 +452,3 @@ def test_a_state_with_other_noise_is_refused(other):
     for state, into in ((training, again), (again, own(Normal()))):
         with pytest.raises(tp.Refused, match=r"own_noise=.*\(the state has"):
             into.load_state_dict(copy.deepcopy(state.state_dict()))
-
-
-def test_a_state_of_a_former_version_is_one_of_gaussian_noise():
-    state = training_of().state_dict()
-    del state["settings"]["own_noise"]
-    training_of().load_state_dict(copy.deepcopy(state))
-    with pytest.raises(tp.Refused, match=r"own_noise='Normal\(.*\(the state has None\)"):
-        own(Normal()).load_state_dict(state)

@@ -274,12 +274,6 @@ def test_a_run_that_freezes_a_layer_goes_on_in_a_training_that_never_trained_it(
     assert torch.equal(parameters_of(second), parameters_of(first))
 
 
-def test_state_that_is_too_old_to_say_its_memory_budget_is_taken_up():
-    state = training_of().state_dict()
-    del state["settings"]["memory_budget"]
-    training_of(performance=tp.Performance(memory_budget=2.0)).load_state_dict(state)
-
-
 def test_run_folder_of_another_run_is_refused(tmp_path):
     train(training_of(run_folder=tmp_path), steps=2)
     model = network()

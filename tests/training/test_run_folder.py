@@ -300,7 +300,7 @@ def test_losses_of_a_state_are_checked(tmp_path):
         with pytest.raises(tp.Refused, match="losses"):
             training.load_state_dict(state | {"losses": wrong})
     del state["losses"]
-    training.load_state_dict(state)  # of an older version, or of a training without a folder
+    training.load_state_dict(state)  # of a training without a folder
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from ..mechanisms.noise import generators
-
-_FIRST_GENERATOR = "AES-256-CTR, Box-Muller"  # of states that do not name theirs
 
 
 class NotRepeated(Exception):
@@ -39,17 +37,8 @@ class Machine:
         processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
         return cls(torch.get_num_threads(), str(torch.__version__), processor, generators(tensors))
 
-    @classmethod
-    def from_state(cls, state: Any) -> Machine | None:
-        """Returns the machine that a state was saved on, or None if the state does not say it."""
-        names = {"threads": int, "torch": str, "processor": str, "generator": str}
-        state = {"generator": _FIRST_GENERATOR, **state} if isinstance(state, Mapping) else {}
-        if not all(type(state.get(name)) is kind for name, kind in names.items()):
-            return None
-        return cls(**{name: state[name] for name in names}) if state["threads"] >= 1 else None
-
     def state(self) -> dict[str, Any]:
-        """Returns the machine as plain data, for ``from_state``."""
+        """Returns the machine as plain data."""
         return asdict(self)
 
     def differences(self, other: Machine) -> str:

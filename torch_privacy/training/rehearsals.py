@@ -339,7 +339,7 @@ class Rehearsals:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continues from a state of the training."""
-        self.last_passed, coupled = state.get("last_rehearsed", -1), state.get("coupled")
+        self.last_passed, coupled = state["last_rehearsed"], state["coupled"]
         self.coupled = None if coupled is None else Coupled(**coupled)
 
     def _script(self, examples: DatasetExamples, share: Share, step: int, *, thorough: bool) -> Script:

@@ -18,23 +18,11 @@ from .machine import Machine, number_of_threads
 from .placement import Whole
 from .release import BEGUN, Keys, Releases, new_keys
 from .run_files import RunFiles
-from .sampling import POISSON
 from .saved_state import check_state
 from .settings import shapes_of
 from .state import Setup, State
 
 WHERE = "PrivateTraining.load_state_dict"
-FORMER = {  # settings that the first states do not have, and the value that they had
-    "jacobian": repr(None),
-    "prior_releases": [],
-    "views": 1,
-    "owners": None,
-    "sampling": repr(POISSON),
-    "correlation": None,
-    "own_noise": None,
-    "keeps_residual_noise": False,
-    "after_update": None,
-}
 
 
 class Resuming:
@@ -121,24 +109,24 @@ class Resuming:
         known = self._ranks.from_first(len(setup.ledger))  # to the ledger on disk
         with self._ranks.together("loads a state"):
             check_state(saved, setup.settings, setup.mechanism)
-            self._check_settings(saved["settings"], saved.get("trained"))
+            self._check_settings(saved["settings"], saved["trained"])
             check_data_of_state(WHERE, saved.get("data"), setup.batches.dataset)
             setup.ledger.load_state_dict(saved["ledger"])
         self._data = saved.get("data")
-        state.guard.reset(saved.get("moved_otherwise", ""))  # before the ledger asks: the model may be loaded already
+        state.guard.reset(saved["moved_otherwise"])  # before the ledger asks: the model may be loaded already
         self.copy_ledger()
         keys = bytes.fromhex(saved["noise_key"]), bytes.fromhex(saved["sampler_key"])
-        num_lost, since = saved.get("num_lost", 0), saved.get("keys_since", 0)
+        num_lost, since = saved["num_lost"], saved["keys_since"]
         state.use(self.new_releases(keys, since=since, resumed=True, num_lost=num_lost), setup.account)
-        self._machine = Machine.from_state(saved.get("machine"))
+        self._machine = Machine(**saved["machine"])
         state.step, state.num_non_finite = saved["step_count"], saved["num_non_finite"]
         setup.mechanism.load_state(saved)
         if self.files is not None:
             self.files.losses.load(saved.get("losses"))
         state.rehearsals.load(saved)
-        state.stop_reason = saved.get("stop_reason")
+        state.stop_reason = saved["stop_reason"]
         if replay is None:
-            replay = "exact" if saved.get("placement", Whole.in_words) == setup.placement.in_words else "skip"
+            replay = "exact" if saved["placement"] == setup.placement.in_words else "skip"
         if replay == "skip":
             first = state.step
             self._skip_released()
@@ -154,15 +142,14 @@ class Resuming:
         """Returns the settings that the training began with: the loop may have frozen or unfrozen parameters since."""
         return self._setup.for_resuming(self._state.tensors) | {"parameters": self._parameters}
 
-    def _check_settings(self, saved: Mapping[str, Any], trained: Mapping[str, Any] | None) -> None:
+    def _check_settings(self, saved: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
         """Refuses a state of a training with other settings.
 
         The parameters are those with which that training began, or those which it trained in the end.
         """
-        saved = {**FORMER, "memory_budget": self._setup.settings.performance.memory_budget, **saved}
         ours = self._settings()
         if ours["parameters"] == trained:
-            saved["parameters"] = trained
+            saved = {**saved, "parameters": trained}
         differing = {key: (value, saved.get(key)) for key, value in ours.items() if saved.get(key) != value}
         if differing:
             listed = ", ".join(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..mechanisms.base import Mechanism
-from ..runs.schemas import COUPLED, LOG
+from ..runs.schemas import COUPLED, LOG, TEXT, record
 from ..sampling.fingerprint import STATE_FINGERPRINT
 from ..support.schema import violation
 from ..support.validate import Refused, quoted
@@ -14,15 +14,14 @@ from .schedule import WHERE
 from .settings import TrainingSettings
 
 KEY = {"type": "string", "pattern": "[0-9a-f]{64}"}
-STATE = {  # what state_dict returns; mechanism and ledger check their own parts further
-    "type": "object",
-    "required": ["settings", "step_count", "num_non_finite", "noise_key", "sampler_key", "ledger"],
-    "properties": {
+COUNT = {"type": "integer", "minimum": 0}
+STATE = record(  # what state_dict returns; mechanism and ledger check their own parts further
+    {
         "format": {"const": 1},
         "settings": {"type": "object"},
         "trained": {"type": "object"},
-        "step_count": {"type": "integer", "minimum": 0},
-        "num_non_finite": {"type": "integer", "minimum": 0},
+        "step_count": COUNT,
+        "num_non_finite": COUNT,
         "moved_otherwise": {"type": "string"},
         "last_rehearsed": {"type": "integer", "minimum": -1},
         "coupled": {"oneOf": [COUPLED, {"type": "null"}]},
@@ -34,15 +33,20 @@ STATE = {  # what state_dict returns; mechanism and ledger check their own parts
             "required": ["ledger", "events", "releases"],
             "properties": {"releases": {"type": "array", "maxItems": 10**9}},
         },
-        "machine": {"type": ["object", "null"]},
-        "num_lost": {"type": "integer", "minimum": 0},
+        "machine": record(
+            {**dict.fromkeys(("torch", "processor", "generator"), TEXT), "threads": {"type": "integer", "minimum": 1}}
+        ),
+        "num_lost": COUNT,
+        "keys_since": COUNT,
         "placement": {"type": "string"},
         "losses": LOG,
         "data": STATE_FINGERPRINT,
         "clipping": {"type": "object"},
         "projections": {"type": ["string", "null"]},
     },
-}
+    optional=("losses", "data", "clipping", "projections"),
+    closed=False,
+)
 
 
 def check_state(state: Any, settings: TrainingSettings, mechanism: Mechanism) -> None:

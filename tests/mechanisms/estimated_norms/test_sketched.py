@@ -407,18 +407,6 @@ def test_settings_cannot_be_changed_on_the_way(changed):
         setattr(training, changed, {"clipping": sketched(3)}.get(changed, 0.1))
 
 
-def test_an_early_state_can_still_be_loaded():
-    model = small()
-    training = tp.PrivateTraining(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), data(),
-        expected_batch_size=8, num_steps=4, clipping=tp.Flat(0.5), noise_multiplier=1.0,
-    )  # fmt: skip
-    state = training.state_dict()
-    del state["settings"]["jacobian"]
-    state.pop("projections", None)
-    training.load_state_dict(state)
-
-
 def test_few_projections_are_refused_unless_nothing_is_released():
     with pytest.raises(tp.Refused, match=r"would cost an epsilon of .* or more at delta = 0.001: with fewer than 16"):
         training_of(small(), sketched(3), delta=1e-3)
