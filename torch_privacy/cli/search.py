@@ -132,6 +132,7 @@ def _try(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the best candidate on stand-in data, and all candidates with their scores."""
     from torch_privacy.experiments.search import best_of, on_stand_in
+    from torch_privacy.privacy.summary import finite_or_none
 
     trials = []
     for trial in on_stand_in(experiment, candidates, projections=projections, folder=folder, **fixed):
@@ -139,8 +140,8 @@ def _try(
         if not quiet:
             say(f"{len(trials)} of {len(candidates)}: {_words(trial.candidate)}: {trial.score:.4f}")
     best = best_of(trials)
-    tried = [{"settings": trial.candidate, "score": _finite(trial.score)} for trial in trials]
-    return best.candidate, {"tried": tried, "chosen": best.candidate, "score": _finite(best.score)}
+    tried = [{"settings": trial.candidate, "score": finite_or_none(trial.score)} for trial in trials]
+    return best.candidate, {"tried": tried, "chosen": best.candidate, "score": finite_or_none(best.score)}
 
 
 def _search_privately(
@@ -182,7 +183,3 @@ def _words(candidate: dict[str, Any]) -> str:
     return ", ".join(
         f"{name.replace('expected_', '').replace('_', ' ')} {value:g}" for name, value in candidate.items()
     )
-
-
-def _finite(score: float) -> float | None:
-    return score if abs(score) < float("inf") else None

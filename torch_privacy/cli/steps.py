@@ -96,6 +96,7 @@ class Steps:
             ValueError: the options contradict each other, leave something open, or are out of range.
         """
         from torch_privacy.support import validate as _check
+        from torch_privacy.support.steps import steps_of
 
         probability, steps, epochs = self.sampling_probability, self.num_steps, self.epochs
         batch_size, num_examples = self.expected_batch_size, self.num_examples
@@ -110,6 +111,7 @@ class Steps:
             raise ValueError(f"{where}: {lacking}give --sampling-probability, or --batch-size with --num-examples.")
         if steps is None and epochs is None:
             raise ValueError(f"{where}: give --steps or --epochs.")
+        lines: list[tuple[str, str]] = []
         if probability is None:
             assert batch_size is not None
             assert num_examples is not None
@@ -118,32 +120,18 @@ class Steps:
             _check.in_range(
                 where, 0, num_examples, expected_batch_size=batch_size, hint="It is at most --num-examples."
             )
+            probability, size = batch_size / num_examples, (num_examples, batch_size)
+            shown = f"x {num_examples:,} / {batch_size:,}"
+            lines.append(("sampling probability", f"{probability:.6g} = {batch_size:,} / {num_examples:,}"))
         else:
             _check.in_range(where, 0, 1, sampling_probability=probability, hint="It is batch size / n.")
+            size, shown = (1, probability), f"/ {probability:g}"
         if steps is not None:
             _check.whole(where, at_least=1, num_steps=steps)
         else:
-            _check.positive(where, epochs=epochs)  # pyright: ignore[reportArgumentType]
-            _check.in_range(where, 0, 1e9, epochs=epochs)  # pyright: ignore[reportArgumentType]
-        return _sampling(probability, steps, batch_size, num_examples, epochs)
-
-
-def _sampling(
-    given: float | None, steps: int | None, batch_size: int | None, num_examples: int | None, epochs: float | None
-) -> SampledSteps:
-    from torch_privacy.support.steps import steps_of
-
-    lines: list[tuple[str, str]] = []
-    probability = given
-    if probability is None:
-        assert batch_size is not None
-        assert num_examples is not None
-        probability = batch_size / num_examples
-        lines.append(("sampling probability", f"{probability:.6g} = {batch_size:,} / {num_examples:,}"))
-    if steps is None:
-        assert epochs is not None
-        size = (1, probability) if batch_size is None or num_examples is None else (num_examples, batch_size)
-        steps = steps_of(epochs, *size)
-        shown = f"/ {probability:g}" if given is not None else f"x {num_examples:,} / {batch_size:,}"
-        lines.append(("steps", f"{steps:,} = {epochs:g} {shown}, rounded up"))
-    return SampledSteps(probability, steps, num_examples, lines)
+            assert epochs is not None
+            _check.positive(where, epochs=epochs)
+            _check.in_range(where, 0, 1e9, epochs=epochs)
+            steps = steps_of(epochs, *size)
+            lines.append(("steps", f"{steps:,} = {epochs:g} {shown}, rounded up"))
+        return SampledSteps(probability, steps, num_examples, lines)

@@ -7,7 +7,6 @@ In a process group of several ranks every rank makes the same calls. The network
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -32,7 +31,7 @@ from torch_privacy.experiments.fitting import (
     unwrapped,
 )
 from torch_privacy.experiments.task import Settings, Task, check_settings, num_units
-from torch_privacy.privacy.summary import Summary, summarize
+from torch_privacy.privacy.summary import Summary, finite_or_none, summarize
 from torch_privacy.runs.folder import RunFolder, published
 from torch_privacy.runs.metrics import Log, Progress
 from torch_privacy.support.ranks import Ranks
@@ -317,8 +316,8 @@ class Run:
             **size_of(self.training.settings, self.ranks),
             "num_test_examples": length(self.task.test),
             "score": asdict(self.task.score.measure),
-            "test_score": _finite(last.test_score),
-            "baseline_test_score": _finite(self.baseline.rows[-1].test_score) if self.baseline.rows else None,
+            "test_score": finite_or_none(last.test_score),
+            "baseline_test_score": finite_or_none(self.baseline.rows[-1].test_score) if self.baseline.rows else None,
             **({} if more is None else more(self.released_model)),
             **({"declared": [dict(one) for one in self.task.declared]} if self.task.declared else {}),
             "diverged": [log.training for log in (self.private, self.baseline) if log.has_diverged()],
@@ -330,8 +329,3 @@ class Run:
 def begin(path: Path, experiment: str | None, chosen: dict[str, Any]) -> Run:
     """Starts a run, or resumes the one in the folder if ``experiment`` is None."""
     return Run.resume(path) if experiment is None else Run.start(path, experiment, **chosen)
-
-
-def _finite(score: float | None) -> float | None:
-    """Returns the score, or None for that of a model that has diverged: JSON has no number for it."""
-    return score if score is not None and math.isfinite(score) else None

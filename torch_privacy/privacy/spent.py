@@ -100,3 +100,10 @@ class Spent:
         if self.profile is None:
             raise ValueError("Spent: it was made without a profile, so only epsilon is known. Pass profile=.")
         return self.profile
+
+
+def spent_at_once(profile: Profile, delta: float, warning: str = "") -> Spent:
+    """Returns what releases spend that are not made in steps; a ``warning`` says that they protect nothing."""
+    epsilon, text = profile.epsilon(delta), profile.statement(delta)
+    text = f"{warning}: {text}" if warning else text
+    return Spent(epsilon, delta, text, planned=epsilon, is_public=bool(warning), profile=profile)

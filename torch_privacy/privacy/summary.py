@@ -55,21 +55,25 @@ class Summary:
             "delta": self.delta,
             "epsilon": interval_as_json(privacy.Bracket(self.epsilon_low, self.epsilon_high)),
             "clt": {
-                "epsilon": _or_none(self.clt_epsilon),
-                "mu": _or_none(self.mu),
+                "epsilon": finite_or_none(self.clt_epsilon),
+                "mu": finite_or_none(self.mu),
                 "note": "an approximation, not a bound",
             },
-            "moments_accountant": {"epsilon": _or_none(self.moments_epsilon), "note": "a bound, looser than needed"},
+            "moments_accountant": {
+                "epsilon": finite_or_none(self.moments_epsilon),
+                "note": "a bound, looser than needed",
+            },
             "attacker": self.attacker,
         }
 
 
 def interval_as_json(interval: privacy.Bracket[float]) -> dict[str, float | None]:
     """Returns both ends of a certified interval; null stands for infinity."""
-    return {side: _or_none(value) for side, value in interval._asdict().items()}
+    return {side: finite_or_none(value) for side, value in interval._asdict().items()}
 
 
-def _or_none(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
+    """Returns a number, or None for one that is not finite: JSON has no such number."""
     return value if value is not None and isfinite(value) else None
 
 
@@ -198,8 +202,7 @@ def attacker_as_json(profile: privacy.Profile) -> dict[str, Any]:
     return {
         "advantage": _clipped(profile.advantage()),
         "mu": {
-            "low": _or_none(mu.low),
-            "high": _or_none(mu.high),
+            **interval_as_json(mu),
             "errors_at_least": FLOOR,
             "regret": _clipped(profile.regret(FLOOR)),
         },

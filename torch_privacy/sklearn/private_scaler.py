@@ -21,7 +21,7 @@ from .. import privacy
 from ..mechanisms.histograms import SMALLEST, ends_of_numbers
 from ..mechanisms.noise import Noise, key_from_test_seed
 from ..mechanisms.scales import COARSE, Numbers, Scale, find_ranges, scale_of
-from ..privacy.spent import NOT_PRIVATE, Spent
+from ..privacy.spent import NOT_PRIVATE, Spent, spent_at_once
 from ..support.validate import positive, quoted
 from ..training.bound_data import reserve
 from .arguments import naming_arguments
@@ -173,9 +173,7 @@ class PrivateScaler(RemembersFits, OneToOneFeatureMixin, TransformerMixin, BaseE
         self.scales_ = FeatureScales.of(scales, found, low, high)
         fit.fingerprint = digest
         note_scaled(X, self._scaled(X))
-        profile = privacy.compose([(event, 1)])
-        epsilon = profile.epsilon(delta)
-        spent = Spent(epsilon, delta, profile.statement(delta), planned=epsilon, is_public=False, profile=profile)
+        spent = spent_at_once(privacy.compose([(event, 1)]), delta)
         self.spent_, _ = of_all_fits(fit, spent, {}, warning)
         if not found.all():
             names = getattr(self, "feature_names_in_", np.arange(X.shape[1]))[~found]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .. import privacy
 from ..mechanisms.noise import KEY_BYTES, Noise, key_from_test_seed
 from ..privacy.budget_runs import Reservation
-from ..privacy.spent import NOT_PRIVATE, Spent
+from ..privacy.spent import NOT_PRIVATE, Spent, spent_at_once
 from ..sampling.samplers import PoissonSampler
 from ..support.ranks import Ranks, num_processes
 from ..support.validate import Refused, one_of, plain_number, positive, strictly_between, whole
@@ -251,11 +251,7 @@ class PrivatePCA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimato
         delta = self.delta if delta is None else delta
         if delta is None:
             raise ValueError("PrivatePCA.spent: no delta was given. Pass delta, below 1/n, here or to PrivatePCA.")
-        profile = privacy.compose([(self.release_.event, 1)])
-        warning = f"{self.release_.warning}: " if self.release_.warning else ""
-        epsilon = profile.epsilon(delta)
-        text = warning + profile.statement(delta)
-        return Spent(epsilon, delta, text, planned=epsilon, is_public=bool(warning), profile=profile)
+        return spent_at_once(privacy.compose([(self.release_.event, 1)]), delta, self.release_.warning)
 
     def _ranks(self) -> Ranks:
         """Returns the ranks that make this release; refuses several that do not know of each other."""

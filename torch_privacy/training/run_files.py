@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from .. import privacy
 from ..mechanisms.sums import Summation
-from ..privacy.summary import Releases, summarize
+from ..privacy.summary import Releases, finite_or_none, summarize
 from ..runs.folder import RunFolder
 from ..runs.metrics import Log, Metrics, has_diverged
 from ..support.ranks import Ranks
@@ -49,8 +49,8 @@ class Scores:
         """Returns the scores as entries of ``results.json``."""
         return {
             **({} if self.num_test_examples is None else {"num_test_examples": self.num_test_examples}),
-            "scores": _in_json(self.private),
-            "baseline_scores": _in_json(self.baseline),
+            "scores": {name: finite_or_none(score) for name, score in self.private.items()},
+            "baseline_scores": {name: finite_or_none(score) for name, score in self.baseline.items()},
         }
 
 
@@ -265,10 +265,6 @@ def _delta_for(num_examples: int) -> float:
     delta = 1 / (10 * num_examples)
     scale = 10.0 ** (1 - math.floor(math.log10(delta)))
     return min(float(f"{math.floor(delta * scale) / scale:.2g}"), delta)
-
-
-def _in_json(scores: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in scores.items()}
 
 
 def _short(settings: Mapping[str, Any], name: str) -> str:

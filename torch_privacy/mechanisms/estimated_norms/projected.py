@@ -215,7 +215,8 @@ class Projector:
         def project(v: Mapping[str, Tensor]) -> Tensor:
             return STRATEGIES[strategy](losses, parameters, calls)(v)
 
-        return SketchedJacobian(losses, parameters, total / r, project, check, f"{r} projections by {strategy}")
+        text, rows = f"{r} projections by {strategy}", torch.arange(len(losses), device=losses.device)
+        return SketchedJacobian(losses, parameters, total / r, project, check, text, rows)
 
 
 class ProjectedRecording(OpMode):
