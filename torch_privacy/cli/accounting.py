@@ -73,13 +73,7 @@ class PlotOutput:
 
 @app.command()
 @with_options
-def epsilon(
-    *,
-    planned: Planned,
-    delta: Delta = None,
-    group_size: GroupSize = None,
-    output: PlotOutput,
-) -> None:
+def epsilon(*, planned: Planned, delta: Delta = None, group_size: GroupSize = None, output: PlotOutput) -> None:
     """Print epsilon of a private training as a certified interval, beside the values of other accountants.
 
     The training is a RUN, or steps that are described. Poisson sampling; neighboring data sets differ by one example,
@@ -125,13 +119,7 @@ def delta(
 
 @app.command()
 @with_options
-def calibrate(
-    *,
-    target_epsilon: Target,
-    steps: Steps,
-    delta: Delta = None,
-    output: PlotOutput,
-) -> None:
+def calibrate(*, target_epsilon: Target, steps: Steps, delta: Delta = None, output: PlotOutput) -> None:
     """Print the smallest noise multiplier with a certified epsilon of at most a target."""
     from torch_privacy import privacy
     from torch_privacy.privacy.summary import equal_releases, privacy_lines, summarize
@@ -154,12 +142,7 @@ def calibrate(
 
 @app.command()
 @with_options
-def tradeoff(
-    *,
-    planned: Planned,
-    alpha: Alphas = None,
-    output: PlotOutput,
-) -> None:
+def tradeoff(*, planned: Planned, alpha: Alphas = None, output: PlotOutput) -> None:
     """Print the best possible attack: the rate of missed members at each false positive rate."""
     from torch_privacy import privacy
     from torch_privacy.cli.tables import tradeoff_view
@@ -177,13 +160,7 @@ def tradeoff(
 
 @app.command()
 @with_options
-def compare(
-    *,
-    planned: Planned,
-    delta: Delta = None,
-    group_size: GroupSize = None,
-    output: PlotOutput,
-) -> None:
+def compare(*, planned: Planned, delta: Delta = None, group_size: GroupSize = None, output: PlotOutput) -> None:
     """Compare the accountants on one training: their epsilons, whether these are true, and their running times.
 
     Includes dp-accounting and prv-accountant if they are installed. With a group size it also compares two ways to
@@ -208,12 +185,7 @@ def compare(
     with _quiet_libraries():
         claims = comparison.compare(releases, delta)
     output.draw(lambda plots: plots.claims_figure(claims, f"{plots.in_words(releases)}, delta = {short(delta)}"))
-    content = {
-        **described.about,
-        **releases_as_json(releases),
-        "delta": delta,
-        "claims": comparison.as_json(claims),
-    }
+    content = {**described.about, **releases_as_json(releases), "delta": delta, "claims": comparison.as_json(claims)}
     if persons is not None:
         content["persons"] = persons.as_json()
     view = claims_table(claims) if persons is None else persons_view(claims, persons)

@@ -59,8 +59,7 @@ HowScored = Annotated[
     ),
 ]
 Significance = Annotated[
-    float | None,
-    typer.Option(help="Probability of a false alarm, in (0, 1).", show_default="0.05; 1e-06 with --loop"),
+    float | None, typer.Option(help="Probability of a false alarm, in (0, 1).", show_default="0.05; 1e-06 with --loop")
 ]
 AuditDelta = Annotated[
     float | None, typer.Option(help="Delta at which epsilon is shown.", show_default="the training's")
@@ -69,8 +68,7 @@ AuditEpochs = Annotated[
     float | None, typer.Option(help="Passes over the data, on average.", show_default="the training's")
 ]
 Spend = Annotated[
-    bool,
-    typer.Option("--spend", help="Train again, which spends the training's epsilon once more on the same data."),
+    bool, typer.Option("--spend", help="Train again, which spends the training's epsilon once more on the same data.")
 ]
 AuditOut = Annotated[
     Path | None,
@@ -188,13 +186,7 @@ def _default_folder(run: str) -> Path:
 
 
 def _of_training(
-    run: str,
-    canaries: str,
-    score: str,
-    significance: float,
-    delta: float | None,
-    epochs: float | None,
-    folder: Path,
+    run: str, canaries: str, score: str, significance: float, delta: float | None, epochs: float | None, folder: Path
 ) -> Any:
     from torch_privacy import audit
     from torch_privacy.cli.subjects import is_factory, made_by

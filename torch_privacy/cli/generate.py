@@ -16,8 +16,7 @@ Label = Annotated[
     str | None, typer.Option(help="What the texts are like: negative or positive.", show_default="both in turn")
 ]
 Seed = Annotated[
-    int | None,
-    typer.Option(min=0, help="Public seed of the texts: draws the same again.", show_default="a new one"),
+    int | None, typer.Option(min=0, help="Public seed of the texts: draws the same again.", show_default="a new one")
 ]
 Out = Annotated[
     Path | None, path_option("--out", help="File for the texts: JSON, one line for each.", show_default="none")

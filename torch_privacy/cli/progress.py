@@ -73,11 +73,7 @@ class EpsilonAhead:
 
     def __init__(self) -> None:
         self._step, self._epsilon = 0, 0.0  # of the last computation
-        self._asked, self._time, self._cost = (
-            0,
-            0.0,
-            0.0,
-        )  # given step, end and seconds of the last computation
+        self._asked, self._time, self._cost = (0, 0.0, 0.0)  # given step, end and seconds of the last computation
 
     def bound(self, step: int, num_steps: int, price: Price) -> float:
         """Returns a bound on epsilon of the first ``step`` steps, at most that of all ``num_steps``."""

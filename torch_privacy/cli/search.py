@@ -69,8 +69,7 @@ class Runs:
         typer.Option("--stopping", help="Law of the number of private runs."),
     ] = "logarithmic"
     score_noise: Annotated[
-        float,
-        typer.Option(help="Noise on the count that ranks runs on private data; standard deviation in examples."),
+        float, typer.Option(help="Noise on the count that ranks runs on private data; standard deviation in examples.")
     ] = 10.0
 
 

@@ -42,8 +42,7 @@ Method = Annotated[
 ]
 
 Plan = Annotated[
-    bool,
-    typer.Option("--plan", help="Only show what a training on a table would learn and release; costs nothing."),
+    bool, typer.Option("--plan", help="Only show what a training on a table would learn and release; costs nothing.")
 ]
 
 

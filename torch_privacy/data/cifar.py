@@ -116,12 +116,7 @@ class PublicImages:
 
 
 def load_public_images(
-    folder: str | Path | None = None,
-    *,
-    num_images: int = 2000,
-    size: int = 32,
-    gray: bool = False,
-    verify: bool = True,
+    folder: str | Path | None = None, *, num_images: int = 2000, size: int = 32, gray: bool = False, verify: bool = True
 ) -> PublicImages:
     """Returns images of CIFAR-100 without labels, as anchors of gradient embedding perturbation.
 

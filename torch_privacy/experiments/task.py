@@ -71,8 +71,7 @@ class Settings:
         Option("Passes over the data, on average; gives epochs x n / batch size steps, rounded up.", shown="adult: 12"),
     ]
     seed: Annotated[  # never of the noise or the batches; of augmentation and baseline, too
-        int,
-        Option("Public seed, an integer: data split and first weights; not noise, not batches.", shown="0"),
+        int, Option("Public seed, an integer: data split and first weights; not noise, not batches.", shown="0")
     ] = 0
     baseline: Annotated[
         bool, Option("Also train without privacy, to compare.", "--baseline/--no-baseline", "baseline")

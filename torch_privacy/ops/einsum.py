@@ -91,11 +91,7 @@ def _without_single(tensor: Tensor, labels: Labels, example: str) -> tuple[Tenso
 
 
 def _grouped(
-    tensor: Tensor,
-    labels: Labels,
-    roles: tuple[str, Names, Names, Names],
-    sizes: Mapping[str, int],
-    layout: AnyLayout,
+    tensor: Tensor, labels: Labels, roles: tuple[str, Names, Names, Names], sizes: Mapping[str, int], layout: AnyLayout
 ) -> Tensor:
     """Returns (n, g, t, d) for the labels (examples, matrices, positions, inputs or outputs); sums out all others.
 

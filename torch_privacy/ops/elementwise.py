@@ -228,18 +228,11 @@ def prelu(y: Tensor, input: Tensor, weight: Tensor) -> Iterator[Use]:
 
 
 RECORDERS = {
-    **dict.fromkeys(
-        (torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__),
-        add,
-    ),
-    **dict.fromkeys(
-        (torch.sub, torch.subtract, Tensor.sub, Tensor.sub_, Tensor.__sub__, Tensor.__isub__),
-        subtract,
-    ),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__), add),
+    **dict.fromkeys((torch.sub, torch.subtract, Tensor.sub, Tensor.sub_, Tensor.__sub__, Tensor.__isub__), subtract),
     **dict.fromkeys((torch.rsub, Tensor.__rsub__), reversed_subtract),
     **dict.fromkeys(
-        (torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__),
-        multiply,
+        (torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__), multiply
     ),
     Tensor.__imul__: multiply,
     **dict.fromkeys(

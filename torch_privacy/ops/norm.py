@@ -194,11 +194,7 @@ def group_norm(
 
 
 def rms_norm(
-    y: Tensor,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
+    y: Tensor, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Iterator[Use]:
     """Records ``y = x / sqrt(mean(x²) + eps)·w`` over the last dimensions."""
 

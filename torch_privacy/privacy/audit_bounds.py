@@ -178,10 +178,7 @@ def plan(profile: Profile, num_canaries: int) -> AuditPlan:
     for f in sides:
         bounds = [(gaussian_bound(_expected([(f, rate)], num_canaries)), rate) for rate in FALSE_ALARMS]
         best.append(max(bounds, key=lambda pair: (pair[0], -abs(math.log(pair[1] / USUAL_RATE)))))
-    options = [
-        [(sides[0], best[0][1])],
-        [(sides[0], best[0][1]), (sides[1], best[1][1])],
-    ]
+    options = [[(sides[0], best[0][1])], [(sides[0], best[0][1]), (sides[1], best[1][1])]]
     bounds = [gaussian_bound(_expected(option, num_canaries)) for option in options]
     chosen = options[int(np.argmax(bounds))]
     counts = [_expected([pair], num_canaries).num_guesses for pair in chosen]

@@ -269,12 +269,7 @@ class DataBudget(Budget):
         return self.state.data
 
     def settle(
-        self,
-        run: str,
-        releases: Releases | None = None,
-        *,
-        reason: str = "",
-        fingerprints: Iterable[str] = (),
+        self, run: str, releases: Releases | None = None, *, reason: str = "", fingerprints: Iterable[str] = ()
     ) -> None:
         """Ends a run: what it did not release of its reservation is free again.
 

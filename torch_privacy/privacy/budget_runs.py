@@ -50,12 +50,7 @@ class Reservation:
             self.budget.begin(self.run)
 
     def settle(
-        self,
-        releases: Releases | None = None,
-        *,
-        reason: str = "",
-        fingerprints: Iterable[str] = (),
-        warning: str = "",
+        self, releases: Releases | None = None, *, reason: str = "", fingerprints: Iterable[str] = (), warning: str = ""
     ) -> None:
         """Ends the run; see `DataBudget.settle`. ``warning`` is why its releases are not private, if they are not."""
         if self.run:

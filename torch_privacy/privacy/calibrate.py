@@ -21,12 +21,7 @@ SMALLEST, LARGEST = 0.1, 1e4  # range in which noise multipliers are searched
 
 @plain_numbers
 def calibrate(
-    target_epsilon: float,
-    delta: float,
-    *,
-    sampling_probability: float,
-    num_steps: int,
-    tolerance: float = 1e-4,
+    target_epsilon: float, delta: float, *, sampling_probability: float, num_steps: int, tolerance: float = 1e-4
 ) -> float:
     """Returns a noise multiplier at which ``num_steps`` Poisson-sampled Gaussian steps reach (target_epsilon, delta).
 

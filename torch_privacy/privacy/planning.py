@@ -57,11 +57,7 @@ class PlannedTraining:
         whole("PlannedTraining.small", at_least=1, expected_batch_size=expected_batch_size)
         in_range("PlannedTraining.small", 0, self.expected_batch_size, expected_batch_size=expected_batch_size)
         noise = self.noise_multiplier * expected_batch_size / self.expected_batch_size
-        return {
-            "expected_batch_size": expected_batch_size,
-            "num_steps": self.num_steps,
-            "noise_multiplier": noise,
-        }
+        return {"expected_batch_size": expected_batch_size, "num_steps": self.num_steps, "noise_multiplier": noise}
 
 
 @dataclass(frozen=True)
@@ -188,12 +184,7 @@ class TrainingPlan:
 
 @plain_numbers
 def plan(
-    num_examples: int,
-    target_epsilon: float,
-    delta: float,
-    *,
-    num_steps: Sequence[int] = STEPS,
-    signal: float = 0.9,
+    num_examples: int, target_epsilon: float, delta: float, *, num_steps: Sequence[int] = STEPS, signal: float = 0.9
 ) -> TrainingPlan:
     """Returns how large a batch must be, for each number of steps, and the cheapest training with enough signal.
 

@@ -201,11 +201,7 @@ def attacker_as_json(profile: privacy.Profile) -> dict[str, Any]:
     mu = profile.mu(FLOOR)
     return {
         "advantage": _clipped(profile.advantage()),
-        "mu": {
-            **interval_as_json(mu),
-            "errors_at_least": FLOOR,
-            "regret": _clipped(profile.regret(FLOOR)),
-        },
+        "mu": {**interval_as_json(mu), "errors_at_least": FLOOR, "regret": _clipped(profile.regret(FLOOR))},
         "true_positive_rates": [
             {"false_positive_rate": rate, **_clipped(profile.true_positive_rate(rate))} for rate in FALSE_POSITIVE_RATES
         ],

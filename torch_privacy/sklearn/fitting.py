@@ -219,12 +219,7 @@ def check_folder(estimator: Any, fit: Fit) -> None:
 
 
 def train(
-    estimator: Any,
-    plan: NetworkPlan,
-    network: nn.Module,
-    data: TensorDataset,
-    target: Target,
-    fit: Fit,
+    estimator: Any, plan: NetworkPlan, network: nn.Module, data: TensorDataset, target: Target, fit: Fit
 ) -> Fitted:
     """Trains the network, notes in ``fit`` what was released, and returns copies without ties to the training."""
     warning = fit.warning

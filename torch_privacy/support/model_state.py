@@ -224,9 +224,7 @@ _Kind = tuple[torch.dtype, torch.device]
 
 
 @torch.no_grad()
-def _digests(
-    model: nn.Module,
-) -> tuple[dict[_Kind, Tensor], dict[str, tuple[_Kind, int]], dict[str, Tensor | None]]:
+def _digests(model: nn.Module) -> tuple[dict[_Kind, Tensor], dict[str, tuple[_Kind, int]], dict[str, Tensor | None]]:
     """Returns copies of small parameters, concatenated; their names and sizes; random projections of all others.
 
     A projection changes with almost any change of the entries. It is None for a parameter that cannot be read.

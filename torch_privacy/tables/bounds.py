@@ -28,10 +28,7 @@ def ends_of_days() -> Ends:
 def with_margin(low: float, high: float) -> tuple[float, float]:
     """Returns bounds with a margin for values too rare to stand out; it does not cross zero."""
     more = MARGIN * (high - low)
-    return (
-        max(low - more, 0.0) if low >= 0 else low - more,
-        min(high + more, 0.0) if high <= 0 else high + more,
-    )
+    return (max(low - more, 0.0) if low >= 0 else low - more, min(high + more, 0.0) if high <= 0 else high + more)
 
 
 def rounded(low: float, high: float) -> tuple[float, float]:

@@ -31,15 +31,7 @@ from .loop_causes import CauseSearch
 from .loop_contents import Exchange, content_of
 from .loop_rows import OtherRows, reads_others
 from .loop_suspects import Counts, Suspect, Suspects, grouped
-from .loop_variables import (
-    Finder,
-    Variable,
-    attributes_of,
-    attributes_of_model,
-    frames_of_loop,
-    is_small,
-    parts_of,
-)
+from .loop_variables import Finder, Variable, attributes_of, attributes_of_model, frames_of_loop, is_small, parts_of
 
 Script = Generator[Turn, Answers, None]
 _Key = tuple[str, str]
@@ -69,11 +61,7 @@ class LoopWatch:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        excluded: Callable[[], list[Any]],
-        optimizer: Optimizer,
-        others: OtherOptimizers,
+        self, model: nn.Module, excluded: Callable[[], list[Any]], optimizer: Optimizer, others: OtherOptimizers
     ):
         self._model, self._excluded, self._optimizer = model, excluded, optimizer
         self.moving: set[str] = set()  # frozen parameters of the model that the loop changes, such as a teacher's

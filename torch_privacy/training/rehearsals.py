@@ -253,14 +253,7 @@ class Rehearsals:
     def _chance(self, purpose: bytes, *numbers: int) -> int:
         return int.from_bytes(self.draws.secret(purpose, *numbers)[:8], "little")
 
-    def begin(
-        self,
-        examples: DatasetExamples,
-        share: Share,
-        step: int,
-        number: int,
-        count: int,
-    ) -> Part:
+    def begin(self, examples: DatasetExamples, share: Share, step: int, number: int, count: int) -> Part:
         """Returns the part that begins with this microbatch."""
         rehearsed, thorough = self.are_due(step, number, count) if share.counts else (False, False)
         script = (

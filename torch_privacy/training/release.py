@@ -94,11 +94,7 @@ class Releases:
         return len(self._settings.prior_releases) + self.num_lost + step
 
     def release(
-        self,
-        step: int,
-        sums: dict[str, Tensor],
-        stddevs: Mapping[str, float],
-        places: Mapping[str, int] | None = None,
+        self, step: int, sums: dict[str, Tensor], stddevs: Mapping[str, float], places: Mapping[str, int] | None = None
     ) -> None:
         """Adds the step's noise to the sums, in place or in one copy of all of them, and records the release.
 

@@ -22,16 +22,7 @@ from ..rows.streamed_sum import SumRequest
 from .codes import Rounding, fresh_generator
 from .known import SPOT_CHECK, CallKind, Layouts, PathTaken, kind_of_call
 from .measure import Measurement
-from .predict import (
-    Disagreement,
-    Expected,
-    FoundLayouts,
-    GuardedLayouts,
-    Irregular,
-    Options,
-    Prediction,
-    ProvenLayouts,
-)
+from .predict import Disagreement, Expected, FoundLayouts, GuardedLayouts, Irregular, Options, Prediction, ProvenLayouts
 
 
 class Certainty(Enum):

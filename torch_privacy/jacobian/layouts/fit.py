@@ -27,13 +27,7 @@ class CandidateLayouts:
         rounding: how much b may differ between two backwards.
     """
 
-    def __init__(
-        self,
-        b: Tensor,
-        dims: Sequence[int],
-        codes: Codes,
-        rounding: Rounding,
-    ):
+    def __init__(self, b: Tensor, dims: Sequence[int], codes: Codes, rounding: Rounding):
         self._unit = _unit(b.detach())
         self._b, self._codes = self._in_units(b), codes
         absolute, negligible = rounding.absolute * self._unit, rounding.negligible * self._unit

@@ -22,16 +22,7 @@ from ...ops.elementwise import OVERWRITING
 from ...support.torch_modes import OpMode, is_transformed, saves_elsewhere, tensors_in
 from ..parallel.shards import may_be_parallel
 from .called import watched
-from .calls import (
-    SCAN,
-    CallLog,
-    RunCall,
-    edges_of,
-    output_of,
-    plain_output,
-    uses_by_fallback,
-    uses_by_rule,
-)
+from .calls import SCAN, CallLog, RunCall, edges_of, output_of, plain_output, uses_by_fallback, uses_by_rule
 from .constants import FilledTensors
 from .coverage import CodePath
 from .functions import (
@@ -179,13 +170,7 @@ class Recorder(OpMode):
         return out
 
     def _run_without_gradient(
-        self,
-        step: OpStep,
-        args: tuple,
-        kwargs: dict,
-        tensors: list[Tensor],
-        weights: list[Tensor],
-        data: list[Tensor],
+        self, step: OpStep, args: tuple, kwargs: dict, tensors: list[Tensor], weights: list[Tensor], data: list[Tensor]
     ) -> Any:
         """Runs an op under ``no_grad``; results made of constants alone are constants, as in spectral norm."""
         target = kwargs.get("out", args[0] if args and step.traits.in_place else None)

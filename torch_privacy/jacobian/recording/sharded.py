@@ -12,14 +12,7 @@ from torch.utils._pytree import tree_map
 
 from ...ops import Use
 from ...support.versions import Versions
-from ..parallel.shards import (
-    PartsOfCall,
-    WayBack,
-    is_distributed,
-    is_internal,
-    on_this_rank,
-    splits_positions,
-)
+from ..parallel.shards import PartsOfCall, WayBack, is_distributed, is_internal, on_this_rank, splits_positions
 from .calls import RunCall, uses_by_fallback, uses_by_rule
 from .functions import tensors_among
 from .tensors import KnownTensors

@@ -126,12 +126,7 @@ class _Step:
     """
 
     def __init__(
-        self,
-        node: Node,
-        number: int,
-        kinds: Mapping[Node, str],
-        passed: Collection[Node],
-        leaves: Mapping[int, Tensor],
+        self, node: Node, number: int, kinds: Mapping[Node, str], passed: Collection[Node], leaves: Mapping[int, Tensor]
     ):
         self._node, self._number, self._kinds, self._passed = node, number, kinds, passed
         self.leaves = [leaf for leaf in self._leaves_below() if id(leaf) in leaves]

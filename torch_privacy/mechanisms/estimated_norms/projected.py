@@ -228,12 +228,7 @@ class ProjectedRecording(OpMode):
         directions: those of this batch only.
     """
 
-    def __init__(
-        self,
-        projector: Projector,
-        parameters: Mapping[str, Tensor],
-        directions: Directions,
-    ):
+    def __init__(self, projector: Projector, parameters: Mapping[str, Tensor], directions: Directions):
         super().__init__()
         self.code, self.measured, self.reached = CodePath(), False, set[str]()
         self.parameters = dict(parameters)

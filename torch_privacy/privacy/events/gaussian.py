@@ -18,16 +18,7 @@ from ..pairs.base import DominatingPair, PairBounds
 from ..pairs.either import EitherPair
 from ..pairs.fixed_size import family
 from ..pairs.gaussian import LARGEST_SHIFT, ReplaceOneGaussianPair, SubsampledGaussianPair, SymmetrizedPair
-from .base import (
-    MAX_COUNT,
-    REMOVALS,
-    REPLACED,
-    Event,
-    NeighboringRelation,
-    check_fields,
-    check_noise,
-    priced,
-)
+from .base import MAX_COUNT, REMOVALS, REPLACED, Event, NeighboringRelation, check_fields, check_noise, priced
 
 
 def poisson_pair(shift: float, probability: float, relation: NeighboringRelation) -> DominatingPair:

@@ -36,10 +36,7 @@ class Mark(NamedTuple):
 
 
 def tradeoff_plot(
-    curves: Mapping[str, TradeOff | Bracket[Any]],
-    *,
-    title: str = "What an attacker can do",
-    marks: Sequence[Mark] = (),
+    curves: Mapping[str, TradeOff | Bracket[Any]], *, title: str = "What an attacker can do", marks: Sequence[Mark] = ()
 ) -> Figure:
     """Draws the share of members missed at each false positive rate; the area inside an interval is filled.
 

@@ -20,13 +20,7 @@ from matplotlib.ticker import MaxNLocator
 
 from torch_privacy import privacy
 from torch_privacy.privacy.rounding import round_down, round_up, short
-from torch_privacy.privacy.summary import (
-    FALSE_POSITIVE_RATE,
-    FALSE_POSITIVES,
-    Summary,
-    releases_from_json,
-    summarize,
-)
+from torch_privacy.privacy.summary import FALSE_POSITIVE_RATE, FALSE_POSITIVES, Summary, releases_from_json, summarize
 from torch_privacy.runs.agreement import check_ledger
 from torch_privacy.runs.folder import NO_DIGESTS
 from torch_privacy.runs.metrics import Measure, Metrics

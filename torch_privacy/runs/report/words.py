@@ -62,7 +62,7 @@ def conclusion(run: Training) -> list[str]:
     chance = round_up(min(right, 100.0), 1)
     texts = [
         f"If it is as likely as not that somebody was used, the best guess is right in at most {chance} % of the "
-        "cases. Without the model it is right in 50 %.",
+        "cases. Without the model it is right in 50 %."
     ]
     if run.unit == "one example":
         texts.append(
