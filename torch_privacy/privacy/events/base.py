@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...support.read_file import shown
@@ -135,9 +136,13 @@ class Event:
 
 def check_fields(event: Event) -> None:
     """Raises a ``ValueError`` if a field that many event types have is not valid: noise, sampling, relation, unit."""
-    for field in fields(event):  # pyright: ignore[reportArgumentType]
-        if field.name in CHECKS:
-            CHECKS[field.name](type(event).__name__, getattr(event, field.name))
+    for name, check in _checks_of(type(event)):
+        check(type(event).__name__, getattr(event, name))
+
+
+@cache
+def _checks_of(kind: type[Event]) -> list[tuple[str, Callable[[str, Any], None]]]:
+    return [(field.name, CHECKS[field.name]) for field in fields(kind) if field.name in CHECKS]  # pyright: ignore
 
 
 CHECKS: dict[str, Callable[[str, Any], None]] = {
