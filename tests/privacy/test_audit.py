@@ -15,6 +15,7 @@ from torch_privacy.privacy.audit_bounds import (
     AuditPlan,
     Errors,
     Guesses,
+    epsilon_bound,
     gaussian_bound,
     interpolated,
     p_value,
@@ -240,11 +241,38 @@ def test_bounds_of_several_deltas_come_from_one_noise():
     assert audit.epsilon_low(1e-5) > audit.epsilon_any(1e-5)
 
 
-def test_other_events_are_bounded_in_the_gaussian_family():
-    rng, claim = np.random.default_rng(0), privacy.compose([(privacy.KnownProfile((1.0,), (0.0,)), 1)])
-    audit = audit_scores(*gaussian_game(rng, 2000, 2.0), claim)
-    assert audit.is_rejected
-    assert audit.epsilon_low() > 1.0
+@pytest.mark.parametrize("bound", ["epsilon_low", "epsilon_sums"])
+def test_a_claim_without_noise_is_bounded_no_higher_than_the_truth(bound):
+    """Randomized response has a larger epsilon at small deltas in the family of Gaussians."""
+    rng, right = np.random.default_rng(0), 1 / (1 + np.exp(-1.0))
+    claim = privacy.compose([(privacy.RandomizedResponse(1.0), 1)])
+    games = [((rng.random(500) < right) * 1.0, (rng.random(500) > right) * 1.0) for _ in range(8)]
+    bounds = [getattr(audit_scores(*game, claim, disjoint=True), bound)() for game in games]
+    assert sum(found > 1.0 for found in bounds) <= 2
+    assert np.mean(bounds) > 0.5
+
+
+EPOCH = privacy.BallsAndBins(1.0, 10)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [(EPOCH, 1), (privacy.LaterBatch(EPOCH), 9)],
+        [(privacy.DiscreteLaplace(2.0), 1), (privacy.ExponentialMechanism(0.5), 1)],
+        [(privacy.Claimed(privacy.Laplace(2.0), noise="own"), 1)],
+    ],
+)
+def test_the_family_of_a_claim_has_the_claim_in_it(events):
+    claim = privacy.compose(events)
+    beta = claim.tradeoffs["symmetrized"].low(0.1)
+    found = epsilon_bound(claim, lambda curve: bool(curve(0.1) > beta), 1e-5)
+    assert 0.95 * claim.epsilon(1e-5).low < found <= claim.epsilon(1e-5).high
+
+
+def test_a_claim_with_the_most_noise_that_has_a_price_is_bounded():
+    rng, claim = np.random.default_rng(0), privacy.compose([(privacy.Gaussian(1e6), 1)])
+    assert audit_scores(rng.random(1000), rng.random(1000), claim).epsilon_low() == 0
 
 
 def test_equal_scores_show_nothing():

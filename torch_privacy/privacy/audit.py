@@ -15,13 +15,13 @@ from .audit_bounds import (
     AuditPlan,
     Guesses,
     Outcome,
+    epsilon_bound,
     errors,
     ideal_errors,
     ideal_guesses,
     interpolated,
     p_value,
     plan,
-    rejected_family,
 )
 from .audit_sums import Sums, ideal_sums, plan_block, sums
 from .bracket import Array
@@ -50,7 +50,8 @@ class Audit:
     Guarantees:
         - If the claim holds, ``p_value`` is at most s with probability at most s, for every s.
         - If the claim holds, ``epsilon_low(delta)`` exceeds the true ε with probability at most ``significance``, at
-          one δ or at several: all come from one bound on the noise. ``epsilon_sums(delta)`` has the same guarantee.
+          one δ or, where the claim has noise, at several: all come from one bound on it. ``epsilon_sums(delta)`` has
+          the same guarantee.
         - All hold for every way to compute scores that does not look at the coins.
 
     A small lower bound shows nothing: one run and one attack find less than there is.
@@ -118,8 +119,8 @@ class Audit:
     def epsilon_low(self, delta: float | None = None) -> float:
         """Returns a lower bound on ε at δ, with a confidence of 1 - significance.
 
-        The bound is that of the claimed events with more or less noise: the smallest noise that is rejected. Events
-        without noise, such as randomized response, are bounded in the family of Gaussians.
+        The bound is that of the claimed events with more or less noise: the smallest noise that is rejected. Where the
+        claim has no noise, as randomized response has none, every mechanism has it, as with ``epsilon_any``.
         """
         delta = self.delta if delta is None else delta
         strictly_between("Audit.epsilon_low", 0, 1, delta=delta)
@@ -158,8 +159,7 @@ class Audit:
         return self._bound(lambda curve: outcome.reject(interpolated(curve), self.significance), delta)
 
     def _bound(self, rejects: Callable[[PiecewiseLinear], bool], delta: float) -> float:
-        rejected = rejected_family(self.profile, rejects)
-        return 0.0 if rejected is None else rejected.epsilon(delta).low
+        return epsilon_bound(self.profile, rejects, delta)
 
     def roc(self) -> tuple[Array, Array]:
         """Returns the attack's false and true positive rates at every threshold, from (0, 0) to (1, 1)."""

@@ -4,7 +4,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from statistics import NormalDist
@@ -14,15 +14,16 @@ import numpy as np
 import scipy
 from scipy.special import expit
 
+from ..support.validate import InvalidValue
 from .bracket import Array
 from .compose import Profile, compose
 from .events.base import Event
-from .events.gaussian import Gaussian
-from .tradeoff import PiecewiseLinear, of_profile
+from .tradeoff import EpsilonDelta, PiecewiseLinear, of_profile
 
 SMALLEST_P = 1e-9  # smaller ones would be rounded too coarsely
 PER_DOUBLING = 64  # scales of the noise that are tried, from one to its double
 LEAST_EXPONENT, LARGEST_EXPONENT = -4 * PER_DOUBLING, 10 * PER_DOUBLING  # of these scales
+NOISE = {"noise_multiplier", "noise_multipliers", "noise_scale", "noise_stddev"}  # fields of events
 PIECES = 64  # of a trade-off function with scaled noise; fewer make a smaller, still correct bound
 STEPS = 30  # of a bisection
 FALSE_ALARMS = (*np.geomspace(1e-4, 0.5, 24),)  # rates among which the number of guesses is planned
@@ -269,12 +270,27 @@ def interpolated(curve: PiecewiseLinear) -> TradeOffFunction:
     return f
 
 
-def rejected_family(profile: Profile, rejects: Callable[[PiecewiseLinear], bool]) -> Profile | None:
-    """Returns the claim with the smallest noise and a trade-off function that is rejected; None if none is."""
+def epsilon_bound(profile: Profile, rejects: Callable[[PiecewiseLinear], bool], delta: float) -> float:
+    """Returns the epsilon at delta of the least private trade-off function that is not rejected, rounded down.
+
+    The functions are those of the claimed events with more or less noise. Of events without noise no family is known
+    that has the truth in it: they are bounded by the functions of (ε, δ)-privacy itself, as every mechanism is.
+    """
     events = tuple(profile.events)
+    if not any(_has_noise(event) for event, _ in events):
+        return _largest(lambda epsilon: rejects(PiecewiseLinear(*EpsilonDelta(epsilon, delta).corners)))
+    found = _smallest_rejected(events, rejects)
+    return 0.0 if found is None else compose(_with_noise(events, 2 ** (found / PER_DOUBLING))).epsilon(delta).low
+
+
+def _smallest_rejected(events: tuple[tuple[Event, int], ...], rejects: Callable[[PiecewiseLinear], bool]) -> int | None:
+    """Returns the smallest scale of the noise that is rejected, as an exponent; None if none is."""
 
     def rejected(exponent: int) -> bool:
-        return rejects(_curve(events, exponent))
+        try:
+            return rejects(_curve(events, exponent))
+        except InvalidValue:  # an event has no price with that much noise, or that little
+            return False
 
     low, high, step = LEAST_EXPONENT, LEAST_EXPONENT, PER_DOUBLING
     if rejected(0):
@@ -290,7 +306,7 @@ def rejected_family(profile: Profile, rejects: Callable[[PiecewiseLinear], bool]
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if rejected(middle) else (middle, high)
-    return compose(_with_noise(events, 2 ** (high / PER_DOUBLING)))
+    return high
 
 
 @lru_cache(maxsize=256)
@@ -301,15 +317,21 @@ def _curve(events: tuple[tuple[Event, int], ...], exponent: int) -> PiecewiseLin
 
 
 def _with_noise(events: Sequence[tuple[Event, int]], scale: float) -> list[tuple[Event, int]]:
-    """Returns the events with ``scale`` times the noise; a Gaussian of this noise if an event has no noise to scale."""
-    scaled = [(_scaled(event, scale), count) for event, count in events]
-    known = [(event, count) for event, count in scaled if event is not None]
-    return known if known and len(known) == len(scaled) else [(Gaussian(scale), 1)]
+    """Returns the events with ``scale`` times the noise; those that have none to scale as they are."""
+    return [(_scaled(event, scale), count) for event, count in events]
 
 
-def _scaled(event: Any, scale: float) -> Event | None:
-    if hasattr(event, "noise_multiplier"):
-        return replace(event, noise_multiplier=scale * event.noise_multiplier)
-    if hasattr(event, "noise_multipliers"):
-        return replace(event, noise_multipliers=tuple(scale * noise for noise in event.noise_multipliers))
-    return None
+def _has_noise(event: Any) -> bool:
+    values = [(field.name, getattr(event, field.name)) for field in fields(event)]
+    return any(name in NOISE or (isinstance(value, Event) and _has_noise(value)) for name, value in values)
+
+
+def _scaled(event: Any, scale: float) -> Any:
+    changed: dict[str, Any] = {}
+    for field in fields(event):
+        value = getattr(event, field.name)
+        if field.name in NOISE:
+            changed[field.name] = tuple(scale * noise for noise in value) if type(value) is tuple else scale * value
+        elif isinstance(value, Event):  # such as the epoch of a later batch
+            changed[field.name] = _scaled(value, scale)
+    return replace(event, **changed)
