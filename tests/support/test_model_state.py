@@ -80,3 +80,27 @@ def test_marks_name_the_weights_that_moved(dtype):
     marks.renew()
     assert marks.untouched()
     assert not marks.holds(weights | {"a": torch.ones(4, dtype=dtype)})
+
+
+LARGE = {
+    "contiguous": lambda: torch.randn(101, 103),
+    "half": lambda: torch.randn(101, 103).bfloat16(),
+    "complex": lambda: torch.randn(90, 90, dtype=torch.complex64),
+    "transposed": lambda: torch.randn(200, 91).T,
+    "channels last": lambda: torch.randn(70, 3, 5, 5).to(memory_format=torch.channels_last),
+    "with an offset": lambda: torch.randn(10001)[1:],
+    "with gaps": lambda: torch.randn(200, 90)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_marks_see_any_entry_that_moved(case):
+    weight = LARGE[case]()
+    marks = WeightMarks({"large": weight, "small": torch.ones(3)})
+    for place in torch.randint(weight.numel(), (20,)).tolist():
+        at = tuple(int(k) for k in torch.unravel_index(torch.tensor(place), weight.shape))
+        before = weight[at].clone()
+        weight.data[at] = 7
+        assert marks.moved() == ["large"]
+        weight.data[at] = before
+        assert marks.moved() == []

@@ -6,7 +6,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import is_
+from functools import reduce
+from operator import add, is_
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from ..support.warning import warn
 from .in_use import begin_use, end_use, is_in_use
 from .placement import local_of
 
-SAMPLED = 16  # entries of each parameter that are compared
+WHOLE = 4096  # entries up to which all of a parameter are compared
+SAMPLED = 16  # entries of a larger one that are compared, besides the sum of all
 LATE = 16  # steps after which the host waits for a GPU to tell whether weights were moved
 MOVED_IN_LOOP = (
     "PrivateTraining: the trained weights were changed other than by the training's own steps, {}. From now on spent() "
@@ -31,7 +33,10 @@ MOVED_IN_LOOP = (
 
 
 class WeightMarks:
-    """Remembers some entries of each parameter, and its version, which counts the writes into it."""
+    """Remembers the entries of small parameters, some of large ones and the sum of all, as integers; and versions.
+
+    A version counts the writes into a parameter. A sum changes with every entry, but not if entries change places.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor]):
         self._parameters = dict(parameters)
@@ -39,9 +44,14 @@ class WeightMarks:
         self._is_sharded = not all(map(is_, parameters.values(), self._locals))
         self._addresses = [*map(Tensor.data_ptr, self._locals)]
         self._views: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+        self._summed: dict[torch.device, dict[str, list[Tensor]]] = {}
         for name, p in zip(parameters, self._locals, strict=True):
-            view = _sampled(p)
+            view, parts = _marked(p)
             self._views.setdefault((view.dtype, view.device), {})[name] = view
+            if parts:
+                self._summed.setdefault(view.device, {})[name] = parts
+        self._lengths = [{name: len(view) for name, view in views.items()} for views in self._views.values()]
+        self._lengths += [dict.fromkeys(summed, 1) for summed in self._summed.values()]
         devices = {device for _, device in self._views}
         self.asks_late = len(devices) == 1 and next(iter(devices)).type != "cpu"  # else the host waits for a GPU
         self._looked: list[tuple[int, list[Tensor], list[Tensor]]] = []  # step, entries, the expected ones
@@ -82,9 +92,9 @@ class WeightMarks:
     def digest(self, names: Collection[str] | None = None) -> bytes:
         """Returns 8 bytes that depend on the remembered entries of these parameters, by default of all."""
         digest = hashlib.blake2b(digest_size=8)
-        for views, entries in zip(self._views.values(), self._entries, strict=True):
-            parts = entries.cpu().split([*map(len, views.values())])
-            for name, part in zip(views, parts, strict=True):
+        for lengths, entries in zip(self._lengths, self._entries, strict=True):
+            parts = entries.cpu().split([*lengths.values()])
+            for name, part in zip(lengths, parts, strict=True):
                 if names is None or name in names:
                     digest.update(part.numpy().tobytes())
         return digest.digest()
@@ -109,9 +119,9 @@ class WeightMarks:
     def _names_of(self, changed: Sequence[Tensor], others: Collection[str] = ()) -> list[str]:
         """Returns the names, in order, of the parameters with changed entries, and the others."""
         moved = set(others)
-        for views, of_kind in zip(self._views.values(), changed, strict=True):
-            parts = of_kind.cpu().split([*map(len, views.values())])
-            moved |= {name for name, part in zip(views, parts, strict=True) if part.any()}
+        for lengths, of_kind in zip(self._lengths, changed, strict=True):
+            parts = of_kind.cpu().split([*lengths.values()])
+            moved |= {name for name, part in zip(lengths, parts, strict=True) if part.any()}
         return [name for name in self._parameters if name in moved]
 
     def untouched(self) -> bool:
@@ -122,15 +132,35 @@ class WeightMarks:
         return self._addresses == [*map(Tensor.data_ptr, self._locals)]
 
     def _present_entries(self) -> list[Tensor]:
-        return [*map(torch.cat, map(list, map(dict.values, self._views.values())))]
+        sums = [[reduce(add, map(Tensor.sum, parts)) for parts in summed.values()] for summed in self._summed.values()]
+        return [*map(torch.cat, map(list, map(dict.values, self._views.values()))), *map(torch.stack, sums)]
 
 
-def _sampled(p: Tensor) -> Tensor:
-    """Returns a view of some entries as integers, so that NaN equals NaN."""
-    flat = p.detach().view(-1) if p.is_contiguous() else p.detach().flatten()[:0]
-    sampled = flat[:: max(1, flat.numel() // SAMPLED)]
+def _marked(p: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Returns a view of entries to compare and views of all others to sum, as integers, so that NaN equals NaN."""
+    p = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return sampled.view(integers[p.itemsize]) if p.itemsize in integers else torch.view_as_real(sampled)
+    if not _is_dense(p):
+        p = p.view(integers[p.itemsize])
+        return p.flatten()[:0], [p]
+    flat, words = p.as_strided((p.numel(),), (1,)), 8 // p.itemsize
+    entries = flat.view(integers[p.itemsize])
+    if len(flat) <= WHOLE:
+        return entries, []
+    parts, cut = [entries], len(flat) - len(flat) % words
+    if not flat.storage_offset() % words:  # long integers are summed faster
+        parts = [part for part in (flat[:cut].view(torch.int64), entries[cut:]) if len(part)]
+    return entries[:: len(flat) // SAMPLED], parts
+
+
+def _is_dense(p: Tensor) -> bool:
+    """True if the entries lie in memory without gaps, in any order."""
+    length = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(p.stride(), p.shape, strict=True) if size != 1):
+        if stride != length:
+            return False
+        length *= size
+    return True
 
 
 def padding_rows(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, int]:
