@@ -305,6 +305,18 @@ def test_weights_that_moved_otherwise_are_not_private(move, when):
     assert training.state_dict()["moved_otherwise"]
 
 
+@pytest.mark.filterwarnings("ignore:.*the trained weights were changed")
+def test_weights_that_moved_while_they_were_frozen_are_not_private():
+    training = training_of()
+    layer = training.model[2]
+    for x, y in training:
+        if training.step(losses_of(training.model, x, y)):
+            layer.requires_grad_(training.step_count not in (2, 3))
+            if training.step_count == 3:
+                under_no_grad(layer.weight)
+    assert "in '2.weight'" in training.statement()["warning"]
+
+
 @pytest.mark.parametrize("move", [by_data, under_no_grad])
 @pytest.mark.parametrize("first", [True, False])
 def test_updates_by_hand_are_refused_and_taken_back(move, first):

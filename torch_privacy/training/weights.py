@@ -67,15 +67,17 @@ class WeightMarks:
         self._versions = Versions(self._locals)
 
     def holds(self, parameters: Mapping[str, Tensor]) -> bool:
-        """True if these are the remembered parameters, at the same addresses in memory."""
+        """True if these are among the remembered parameters, which all are at the same addresses in memory."""
         known = self._parameters
-        if parameters.keys() != known.keys() or not all(
-            map(is_, map(known.__getitem__, parameters), parameters.values())
-        ):
+        if not all(map(is_, map(known.get, parameters), parameters.values())):
             return False
-        if self._is_sharded and not all(map(is_, map(local_of, parameters.values()), self._locals)):
+        if self._is_sharded and not all(map(is_, map(local_of, known.values()), self._locals)):
             return False
         return self._are_in_place()
+
+    def with_more(self, parameters: Mapping[str, Tensor]) -> WeightMarks:
+        """Returns the present marks of these parameters, and of the others, such as those that were frozen since."""
+        return WeightMarks(self._parameters | dict(parameters))
 
     def moved(self) -> list[str]:
         """Returns the names of the parameters that have changed since."""
@@ -279,7 +281,7 @@ class WeightGuard:
         marks = self._marks
         if marks is None or not marks.holds(parameters):
             self.moved_otherwise(steps_made)
-            marks = self._marks = WeightMarks(parameters)
+            marks = self._marks = WeightMarks(parameters) if marks is None else marks.with_more(parameters)
         elif marks.asks_late:
             marks.look(steps_made)
             if steps_made % LATE == 0:
@@ -320,7 +322,7 @@ class WeightGuard:
             if not marks.holds(parameters):
                 self._note(*marks.seen_late())  # what is not read yet would be lost with these marks
                 self._warn_if_new()
-                marks = WeightMarks(parameters)
+                marks = marks.with_more(parameters)
             self._marks = marks
             marks.renew()
         return moved
