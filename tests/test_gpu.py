@@ -569,7 +569,7 @@ def test_a_weight_moved_by_other_code_is_seen_late_on_a_gpu():
         if step == 2:
             with torch.no_grad():
                 training.model[2].bias.add_(1.0)
-    assert "step 3, in '2.bias'" in training.state_dict()["moved_otherwise"]
+    assert "step 2, in '2.bias'" in training.state_dict()["moved_otherwise"]
 
 
 def test_a_weight_moved_by_other_code_is_seen_if_an_update_replaces_the_weights():
@@ -579,6 +579,7 @@ def test_a_weight_moved_by_other_code_is_seen_if_an_update_replaces_the_weights(
     with torch.no_grad():
         weights["w"].add_(1.0)
     optimizer = torch.optim.SGD(weights.values(), lr=0.1)
+    guard.look(weights, 3)
     with pytest.warns(UserWarning, match="step 3, in 'w'"):
         guard.update(optimizer, weights, 3, lambda: weights.update(w=nn.Parameter(torch.ones(3, device=GPU))))
     guard.deactivate()

@@ -306,6 +306,18 @@ def test_weights_that_moved_otherwise_are_not_private(move, when):
 
 
 @pytest.mark.filterwarnings("ignore:.*the trained weights were changed")
+def test_the_ledger_says_that_weights_moved_before_a_release_that_depends_on_it(tmp_path):
+    """So the file is right if the process is killed at any time."""
+    training, found = training_of(run_folder=tmp_path), []
+    read = lambda *_: found.append("changed other than" in (tmp_path / "ledger.jsonl").read_text())  # noqa: E731
+    training.optimizer.register_step_pre_hook(read)
+    for x, y in training:
+        if training.step(losses_of(training.model, x, y)) and training.step_count == 2:
+            by_data(training.model[2].weight)
+    assert found == [False, False, True, True, True, True]
+
+
+@pytest.mark.filterwarnings("ignore:.*the trained weights were changed")
 def test_weights_that_moved_while_they_were_frozen_are_not_private():
     training = training_of()
     layer = training.model[2]

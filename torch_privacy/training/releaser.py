@@ -47,6 +47,8 @@ class Releaser:
             release, places = self._meeting.take(self._listener.completed(total.sums, state))
             noise = setup.settings.noise_at(step)
             stddevs = setup.mechanism.stddevs(release, noise * noise_factors(state.num_trained, noise)["made"])
+            state.guard.look(state.tensors.trained, step)
+            self._note_moved()  # before the release that depends on it, as this process may be killed after that
             self._listener.before_release(is_new=releases.number(step) >= len(setup.ledger))
             releases.release(step, release, stddevs, places)
         except NotRepeated:
@@ -85,7 +87,9 @@ class Releaser:
         except Exception as error:
             self._meeting.tell(place, error)
             raise
-        if not self._meeting.updated(place, moved=moved):
+        has_moved = self._meeting.updated(place, moved=moved)
+        self._note_moved()  # on another rank
+        if not has_moved:
             raise Refused(
                 f"PrivateTraining: {type(setup.optimizer).__name__}.step() changed no weight, as wrappers "
                 "do that accumulate gradients or skip steps. The release of this step is spent. Pass the "
@@ -96,6 +100,11 @@ class Releaser:
             p.grad = None
         if setup.scheduler is not None:
             setup.scheduler.step()
+
+    def _note_moved(self) -> None:
+        """Writes into the ledger that other code has moved the weights, once it is seen."""
+        if self._state.guard.seen_otherwise:
+            self._setup.ledger.note_warning()
 
     @torch.no_grad()
     def _change_weights(self) -> None:

@@ -276,7 +276,7 @@ class WeightGuard:
             self._warned_of = self._moved_otherwise
             warn(MOVED_IN_LOOP.format(self._moved_otherwise))
 
-    def _look(self, parameters: Mapping[str, Tensor], steps_made: int) -> WeightMarks:
+    def look(self, parameters: Mapping[str, Tensor], steps_made: int) -> WeightMarks:
         """Notes whether other code has moved the weights since the last update, and warns when it is first seen."""
         marks = self._marks
         if marks is None or not marks.holds(parameters):
@@ -301,11 +301,13 @@ class WeightGuard:
         steps_made: int,
         after: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Makes the training's own step; returns whether it moved the weights, or did not have to.
+        """Makes the training's own step after a `look`; returns whether it moved the weights, or did not have to.
 
         ``after`` is then called, and may move them, too.
         """
-        marks = self._look(parameters, steps_made)
+        marks = self._marks
+        if marks is None or not marks.holds(parameters):
+            marks = self.look(parameters, steps_made)
         self._is_own_step = True
         try:
             optimizer.step()
