@@ -16,6 +16,7 @@ from transformers.trainer_utils import TrainOutput
 
 from ..privacy.rounding import round_up, short
 from ..privacy.summary import attacker_lines
+from ..support.notebook import markdown_text as _text
 from ..support.validate import Refused
 from ..support.write_file import PUBLIC, write_whole
 
@@ -24,7 +25,6 @@ TAG = "differential-privacy"
 BEGIN, END = "<!-- begin: privacy of the training -->", "<!-- end: privacy of the training -->"
 SECTION = re.compile(f"\n*{re.escape(BEGIN)}.*?{re.escape(END)}\n*", re.DOTALL)
 EXACT = ("total_flos", "num_input_tokens_seen", "train_tokens_per_second")  # count the examples that were drawn
-MARKED = re.compile(r"([\\`*_{}\[\]<>#|~&])")  # characters with a meaning in Markdown
 
 
 def public_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,8 +101,3 @@ def add_to_card(folder: Path, statement: Mapping[str, Any]) -> None:
     text = SECTION.sub("\n", path.read_text(encoding="utf-8")).rstrip("\n")
     text = f"{text}\n\n{BEGIN}\n{card_section(statement)}\n{END}\n"
     write_whole(path, lambda file: file.write(text.encode()), PUBLIC)
-
-
-def _text(text: str) -> str:
-    """Returns plain text on one line as Markdown."""
-    return MARKED.sub(r"\\\1", " ".join(str(text).split()))

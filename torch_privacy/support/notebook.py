@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the small tables that objects show in a cell of a notebook."""
+"""Writes plain text as HTML, for a cell of a notebook, and as Markdown, for a model card."""
 
+import re
 from collections.abc import Iterable
 from html import escape
+
+MARKED = re.compile(r"([\\`*_{}\[\]<>#|~&])")  # characters with a meaning in Markdown
 
 
 def html_table(title: str, rows: Iterable[tuple[str, str]]) -> str:
@@ -12,3 +15,8 @@ def html_table(title: str, rows: Iterable[tuple[str, str]]) -> str:
         for name, text in rows
     )
     return f'<table><caption style="text-align:left">{escape(title)}</caption>{cells}</table>'
+
+
+def markdown_text(text: str) -> str:
+    """Returns plain text on one line as Markdown."""
+    return MARKED.sub(r"\\\1", " ".join(str(text).split()))

@@ -4,6 +4,7 @@
 import re
 
 ONE_EXAMPLE = "example"  # the usual unit
+ITEM = "one item of the dataset"  # the same, in statements
 # what is used of an owner: of a training, of a training on the user's table, and of synthetic rows
 OF_TRAINING, OF_TABLE, OF_SYNTHESIS = USES = ("of its examples in a step", "rows in a step", "of its rows")
 

@@ -19,7 +19,7 @@ from ..privacy.budget_runs import Reservation
 from ..privacy.events.base import releases_to_json
 from ..privacy.spent import ALWAYS_PUBLIC, AUDIT, NEVER_COVERED, NOT_FOR_RELEASE, NOT_PRIVATE, Spent
 from ..privacy.summary import attacker_as_json, interval_as_json
-from ..support.units import OF_TRAINING, owner_in_words
+from ..support.units import ITEM, OF_TRAINING, owner_in_words
 from ..support.validate import Refused
 from ..support.version import __version__
 from .schedule import StepPlan
@@ -281,7 +281,7 @@ class Account:
         """Returns what is protected and how many there are. With owners the number of examples is not public."""
         settings, owners = self._settings, self._settings.owners
         if owners is None:
-            return {"unit": "one item of the dataset", "num_examples": settings.num_examples}
+            return {"unit": ITEM, "num_examples": settings.num_examples}
         return {
             "unit": owner_in_words(owners.name, owners.per_owner, OF_TRAINING),
             "owner": owners.name,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,9 +14,9 @@ from torch_privacy.runs.quality import quality_lines, warnings_of
 from torch_privacy.runs.report import words
 from torch_privacy.runs.report.table_sections import INTRODUCTION, declared_rows
 from torch_privacy.runs.report.training_plots import Training
+from torch_privacy.support.notebook import markdown_text as _text
 
 TAG = "differential-privacy"
-MARKED = re.compile(r"([\\`*_{}\[\]<>#|~&])")  # characters with a meaning in Markdown
 
 
 def model_card(run_folder: Path | str) -> str:
@@ -195,11 +194,6 @@ def _list(texts: Iterable[str]) -> str:
 def _table(heading: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [heading, tuple("---" for _ in heading), *(tuple(_text(cell) for cell in row) for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _text(text: str) -> str:
-    """Returns plain text on one line as Markdown."""
-    return MARKED.sub(r"\\\1", " ".join(str(text).split()))
 
 
 def _code(text: str) -> str:

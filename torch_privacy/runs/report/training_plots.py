@@ -25,6 +25,7 @@ from torch_privacy.runs.agreement import check_ledger
 from torch_privacy.runs.folder import NO_DIGESTS
 from torch_privacy.runs.metrics import Measure, Metrics
 from torch_privacy.runs.report.style import PAGE_COLORS, PAGE_FAINT, PAGE_INK, PAGE_STYLE, PAGE_VARIABLES
+from torch_privacy.support.units import ITEM
 
 if TYPE_CHECKING:
     from torch_privacy.runs.folder import RunFolder
@@ -38,7 +39,6 @@ DELTAS = np.geomspace(1e-9, 1e-2, 15)  # the curves are smooth, and the moments 
 FIRST, SECOND, THIRD = PAGE_COLORS[:3]
 NOT_PRIVATE = "NOT PRIVATE"
 SUPERSCRIPTS = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
-ITEM = "one item of the dataset"
 
 
 @dataclass(frozen=True)

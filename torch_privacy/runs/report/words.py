@@ -17,7 +17,6 @@ LOSSES_ARE_EXACT = (
     "These are exact means over the training data. Epsilon does not cover them: do not publish this plot or "
     "metrics.csv if the data must stay private."
 )
-SHOWN_RATE = 0.01
 MEANINGLESS = 99.95  # percent recognized from which there is no protection at that rate
 
 

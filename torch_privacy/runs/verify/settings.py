@@ -14,7 +14,7 @@ from torch_privacy.privacy.compose import relation_of
 from torch_privacy.privacy.spent import ALWAYS_PUBLIC, CHOICE_OF_SETTINGS, NEVER_COVERED
 from torch_privacy.runs.verify.evidence import Evidence, lacking, total
 from torch_privacy.runs.verify.finding import ROUNDED, Finding, agrees, differs, equal, is_same, judged, unchecked
-from torch_privacy.support.units import ONE_EXAMPLE, USES, owner_in_words
+from torch_privacy.support.units import ITEM, ONE_EXAMPLE, USES, owner_in_words
 
 NAMES = {  # of settings -> of the statement
     "noise_multiplier": "noise_multiplier",
@@ -27,7 +27,6 @@ NAMES = {  # of settings -> of the statement
     "delta": "delta",
 }
 OF_COMMAND = ("target_epsilon", "delta")  # those of a command's settings that a training takes as they are
-ITEM = "one item of the dataset"
 PLAIN = (privacy.SubsampledGaussian, privacy.TruncatedGaussian, privacy.BandedGaussian, privacy.SubsampledGEP)
 IN_BINS = (privacy.BallsAndBins, privacy.LaterBatch)
 

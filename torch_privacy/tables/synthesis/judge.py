@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 EPOCHS, BATCH, RATE = 10, 512, 0.005  # of models without privacy
-MOST_LOST = 20  # categories named of a column
 
 
 @dataclass(frozen=True)
