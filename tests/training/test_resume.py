@@ -225,6 +225,13 @@ def test_state_of_other_settings_is_refused():
         training_of(performance=tp.Performance(memory_budget=2.0)).load_state_dict(state)
 
 
+def test_a_state_that_lacks_an_entry_is_refused():
+    state = training_of().state_dict()
+    for name in state.keys() - {"data", "losses"}:  # of the data alone, and of a run folder
+        with pytest.raises(tp.Refused, match=r"load_state_dict: .*Load a state that state_dict returned"):
+            training_of().load_state_dict({key: value for key, value in state.items() if key != name})
+
+
 @pytest.mark.parametrize("change", ["freezes", "unfreezes", "freezes by layer"])
 @pytest.mark.parametrize("stop", [2, 4])  # right after the change, and later
 def test_a_run_that_switches_what_it_trains_is_resumed_in_its_folder(change, stop, tmp_path):
