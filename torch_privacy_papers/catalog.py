@@ -165,6 +165,14 @@ CATALOG = (
         trains=True,
     ),
     Experiment(
+        "jl-imdb-trials", JL, "bu2021.imdb_trials:STUDY",
+        "tables, IMDb",
+        "what the paper leaves open with exact norms: subwords, which words stay, padding, initial weights; needs the "
+        "extra text",
+        3_600, 60, "IMDb",
+        trains=True,
+    ),
+    Experiment(
         "jl-large", JL, "bu2021.large:STUDY",
         "tables, large networks",
         "AlexNet, VGG-13 and a network of 17 M parameters by random projections: time and memory",
