@@ -147,7 +147,7 @@ class BoundCheck:
 
     def note(self, group: str, factors: Tensor, norms: Tensor) -> None:
         """Notes the factors and norms (rows,) of the rows in one group of parameters."""
-        self._norms[group] = factors.double() * norms
+        self._norms[group] = factors * norms  # of single precision at least, as the norms are
 
     def longest(self) -> Tensor:
         """Returns the norm of the longest clipped row so far, a number on the rows' device; 0 if there are none."""
