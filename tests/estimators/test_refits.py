@@ -20,7 +20,7 @@ import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.sklearn import PrivateClassifier, PrivateScaler, PublicScaler, refits
 
-PRICE = r"10 fits like this one cost epsilon = (\d+\.\d+) together; .* costs (\d+\.\d+): `torch-privacy search`"
+PRICE = r"10 fits like this one cost epsilon = (\d+\.\d+) together; .* costs (\d+\.\d+): tp.search_privately"
 
 
 @pytest.fixture(autouse=True)

@@ -184,4 +184,4 @@ def _price(planned: tuple[tuple[privacy.Event, int], ...], delta: float) -> str:
             f"{RUNS} fits like this one cost epsilon = {round_up(all_fits)} together; a private search that makes "
             f"{RUNS} on average, among any number of settings, costs {round_up(search)}:"
         )
-    return f"Nothing was released. {prices} `torch-privacy search`, or tp.search_privately (docs/search.md)."
+    return f"Nothing was released. {prices} tp.search_privately (docs/sklearn.md shows how)."
