@@ -67,7 +67,10 @@ def test_bad_settings_are_refused(settings, message):
     ("losses", "message"),
     [
         (lambda model, x, y: F.cross_entropy(model(x), y), r"shape \(\) given: must be \(n,\)"),
-        (lambda model, x, y: F.cross_entropy(model(x[1:]), y[1:], reduction="none"), r"for a batch of \d+ examples"),
+        (
+            lambda model, x, y: F.cross_entropy(model(x[1:]), y[1:], reduction="none"),
+            r"batch of \d+ .*microbatch_size=",
+        ),
         (lambda model, x, y: F.cross_entropy(model(x), y, reduction="none") * model(x).mean(), r"cannot be separated"),
         (
             lambda model, x, y: F.cross_entropy(model(x - x.mean(0)), y, reduction="none").detach(),

@@ -195,7 +195,7 @@ def test_going_back_to_a_state_and_training_otherwise_is_refused():
     training.load_state_dict(state)
     training.model.load_state_dict(weights)
     training.optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(tp.Refused, match=r"step 3 was .* Two different releases would share one step's noise"):
+    with pytest.raises(tp.Refused, match=r"step 3 was .* would share one step's noise.* tp\.load_secret"):
         train(training)
     assert len(training.ledger) == 6
 

@@ -302,8 +302,9 @@ class Ledger:
             index, known = self._releases[step]
             raise Refused(
                 f"Ledger.record: step {step} was {self._events[index]!r} with fingerprint {known!r}, and now is "
-                f"{event!r} with {fingerprint!r}. Two different releases would share one step's noise. Resume from a "
-                "checkpoint of the same run, or start a new ledger."
+                f"{event!r} with {fingerprint!r}. Two different releases would share one step's noise. Load the run's "
+                "saved state before the loop, as tp.load_secret does, or take a new ledger, in another run_folder; "
+                "epsilon is then the sum of both."
             )
 
     def _write_header(self) -> None:

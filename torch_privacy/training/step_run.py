@@ -385,9 +385,11 @@ class StepRun:
         check_losses(flat)
         if losses.shape != shape:
             meaning = "one loss per example" if views == 1 else "a loss for every view of each example"
+            part = losses.ndim > 0 and losses.shape[0] < size  # as in a loop that accumulates over parts of its batch
+            cure = " To compute in parts, pass performance=tp.Performance(microbatch_size=...)." if part else ""
             raise Refused(
                 f"losses of shape {tuple(losses.shape)} given for a batch of {size} examples: must be {shape}, "
-                f"{meaning}."
+                f"{meaning}.{cure}"
             )
         return flat
 
