@@ -254,9 +254,10 @@ class Schema:
         have = [str(name) for name in frame.columns]
         needed = [column.name for column in (self.columns if with_target else self.features)]
         if lacking := [name for name in needed if name not in have]:
+            cure = "" if with_target else " Rename a column or add an empty one: an empty cell counts as missing."
             raise ValueError(
                 f"{where}: lacks the {_plural(lacking)} {quoted(lacking, at_most=5)} of the schema"
-                f"{'' if declared_in is None else f' in {declared_in}'}{_did_you_mean(lacking[0], have)}."
+                f"{'' if declared_in is None else f' in {declared_in}'}{_did_you_mean(lacking[0], have)}.{cure}"
             )
         known = {column.name for column in self.columns}
         if with_target and (unknown := [name for name in have if name not in known]):
