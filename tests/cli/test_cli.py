@@ -94,6 +94,8 @@ MISTAKES = {  # arguments -> words of the one sentence that says what is wrong
     "no steps to compare": (["compare", *EVENTS[:5], "0"], "compare: --steps 0 must be an integer of at least 1"),
     "compare at no delta": (["compare", *EVENTS, "--delta", "0"], "--delta 0.0 must lie in (0, 1)"),
     "nothing to reproduce": (["reproduce", "gdp"], "experiment='gdp' must be one of 'accountant-q0.01', 'abadi-"),
+    "search on a table": (["search", "people.csv"], "search: people.csv is a table, and the command searches with"),
+    "misspelt": (["reproduce", "gdp-adlut"], "'claims'. Did you mean 'gdp-adult'? Try"),
     "no seed": (["reproduce", "gdp-adult", "--seed", "x"], "'x' must be a seed, or several as in 0,3,7 or 0-4"),
     "seed twice": (["reproduce", "gdp-adult", "--seed", "1,0-2"], "'1,0-2' must be a seed, or several"),
     "no data to reproduce": (

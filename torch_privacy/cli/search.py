@@ -10,6 +10,7 @@ import typer
 
 from torch_privacy.cli._options import Chosen, with_options
 from torch_privacy.cli._shared import CommandOutput, RunPath, app, naming, path_option, print_result, say
+from torch_privacy.cli.own_table import is_table
 from torch_privacy.cli.processes import Processes
 from torch_privacy.cli.train import KNOWN, train_in
 from torch_privacy.experiments.task import Settings
@@ -95,6 +96,11 @@ def search(
     private data every try is a private training; their number is secret, only the best is released, and epsilon covers
     the whole search.
     """
+    if is_table(experiment):
+        raise ValueError(
+            f"search: {experiment} is a table, and the command searches with experiments alone. train takes a table, "
+            "with settings chosen for its size; docs/sklearn.md has a private search on rows of your own."
+        )
     values = {name: given for name, given in asdict(tried).items() if given}
     if not values:
         raise ValueError("search: give values to try, as in --learning-rate 0.1 --learning-rate 0.3 --clip-norm 1.")

@@ -4,11 +4,13 @@
 import functools
 import sys
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import numpy as np
 
 LARGEST = sys.float_info.max
+AT_A_GLANCE = 8  # names, among which a misspelt one is found by eye
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
@@ -118,7 +120,9 @@ def one_of(where: str, allowed: Iterable[Any], **values: Any) -> None:
     allowed = list(allowed)
     for name, value in values.items():
         if value not in allowed:
-            raise InvalidValue(where, name, value, f"must be one of {', '.join(map(repr, allowed))}.")
+            close = get_close_matches(str(value), map(str, allowed), n=1) if len(allowed) > AT_A_GLANCE else ()
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise InvalidValue(where, name, value, f"must be one of {', '.join(map(repr, allowed))}.{hint}")
 
 
 def quoted(names: Iterable[Any], *, at_most: int | None = None) -> str:
