@@ -85,7 +85,7 @@ def test_scores_on_training_data_reach_no_tracker_and_no_file(tmp_path):
     kept = {path.name: path.read_text() for path in (tmp_path / "out").glob("*.json")}
     assert {"eval_results.json", "trainer_state.json"} <= kept.keys()
     for text in ("".join(logged), *kept.values(), (tmp_path / "run" / "results.json").read_text()):
-        assert "eval_others_mean" in text
+        assert "others_mean" in text
         assert not re.search("(trained|test)_(mean|loss)", text)
 
 

@@ -96,7 +96,8 @@ class TrainerReporting(Trainer):
     def evaluate(self, *args: Any, **named: Any) -> dict[str, float]:
         """Evaluates as ``Trainer`` does; the run folder gets the scores after training."""
         metrics = super().evaluate(*args, **named)
-        self._scores = {name: x for name, x in metrics.items() if name.startswith("eval_") and _is_score(name, x)}
+        found = {name: x for name, x in metrics.items() if name.startswith("eval_") and _is_score(name, x)}
+        self._scores = {name.removeprefix("eval_"): x for name, x in found.items()}  # a report says "test accuracy"
         if not self.is_in_train:
             self._write_run(self._scores)
         return metrics
