@@ -4,6 +4,7 @@
 import itertools
 import json
 import math
+import re
 
 import numpy as np
 import pandas as pd
@@ -22,9 +23,10 @@ from torch_privacy.tables.synthesis import GeneratorRun, SynthesisSettings, plan
 from torch_privacy.tables.synthesis.cells import BINS, ColumnGrid
 from torch_privacy.tables.synthesis.chain import Chain, marginal
 from torch_privacy.tables.synthesis.graph import Model, NoisyCounts, elimination
-from torch_privacy.tables.synthesis.judge import judge
+from torch_privacy.tables.synthesis.judge import Judgement, judge
 from torch_privacy.tables.synthesis.marginals import Marginals, exponential_mechanism
 from torch_privacy.tables.synthesis.network import RARE, RowNetwork
+from torch_privacy.tables.synthesis.page import _scores_plot
 from torch_privacy.tables.synthesis.released import PublicSetup
 
 SIZES = (2, 3, 2, 4)
@@ -432,3 +434,12 @@ def test_real_rows_are_judged_to_be_like_themselves_and_lost_categories_are_name
     without = judge(Copy(frame.assign(job="nurse")), frame, people(seed=1))
     assert set(without.lost["job"]) == {"baker", "clerk"}
     assert without.one_way["job"] == pytest.approx(1 - (frame["job"] == "nurse").mean())
+
+
+def test_page_draws_the_area_under_the_curve_where_there_is_one():
+    """With a rare class the accuracies of all models are those of a constant."""
+    scores = {"synthetic rows": 0.985, "nothing: always the same guess": 0.985}
+    areas = {"synthetic rows": 0.776, "nothing: always the same guess": 0.5}
+    for found, shown in ((areas, {"AUC", "0.776", "0.500"}), ({}, {"accuracy (%)", "98.5"})):
+        plot = _scores_plot(Judgement({"a": 0.0}, {("a", "b"): 0.0}, 0.0, {}, scores, "accuracy", found, 600))
+        assert shown <= set(re.findall(r">([^<>]+)</text>", plot))

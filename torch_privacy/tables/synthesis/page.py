@@ -164,14 +164,16 @@ def _pairs_plot(found: Judgement) -> str:
 
 
 def _scores_plot(found: Judgement) -> str:
-    is_share = found.measure == "accuracy"
-    figure, axes = new_axes("Test on real rows", f"{found.measure}{' (%)' if is_share else ''}", "")
-    names = list(found.scores)[::-1]
-    values = [found.scores[name] * (100 if is_share else 1) for name in names]
+    """Draws the AUC where there is one: with a rare class all accuracies are nearly equal."""
+    measure, scores = ("AUC", found.areas) if found.areas else (found.measure, found.scores)
+    is_share = measure == "accuracy"
+    figure, axes = new_axes("Test on real rows", f"{measure}{' (%)' if is_share else ''}", "")
+    names = list(scores)[::-1]
+    values = [scores[name] * (100 if is_share else 1) for name in names]
     with page_style():
         figure.set_size_inches(6.4, 2.0)
         bars = axes.barh(names, values, color=[SECOND if name == "synthetic rows" else FIRST for name in names])
-        axes.bar_label(bars, fmt="{:.1f}" if is_share else "{:.4g}", padding=4)
+        axes.bar_label(bars, fmt={"accuracy": "{:.1f}", "AUC": "{:.3f}"}.get(measure, "{:.4g}"), padding=4)
         axes.set_xlim(0, max(values) * 1.15)
     return as_svg(figure)
 
