@@ -22,8 +22,9 @@ def schema(
 ) -> None:
     """Write a template of a table's schema, to fill in with what is publicly known about its columns.
 
-    Only names and storage types are used, never a cell. What the schema says costs no privacy; what it leaves open,
-    train learns privately, for a share of epsilon.
+    It follows from names, storage types and how the file is written: separator, decimal mark, order of days and months,
+    as most cells show. What the schema says costs no privacy; what it leaves open, train learns privately, for a share
+    of epsilon.
     """
     from torch_privacy.experiments.own_table import template
 
