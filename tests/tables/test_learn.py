@@ -496,6 +496,15 @@ def test_a_long_tail_stands_out_in_bins_together():
     assert alone == (0.0, 1.0)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_values_beyond_the_first_range_do_not_make_the_second_one_a_bin(sign):
+    """Two fifths of these values lie below what stands out first, and count in the outermost of the finer bins."""
+    values = sign * np.linspace(0.0, 10.0, 2255)
+    numbers = scales.Numbers(values, ends_of_numbers())
+    low, high = scales.find_ranges({"x": numbers}, 48.0, lambda counts: counts)["x"].range
+    assert np.mean((low <= values) & (values <= high)) > 0.5
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(allow_nan=True) | st.integers(-5, 5), max_size=30))
 def test_every_value_is_in_one_bin(values):

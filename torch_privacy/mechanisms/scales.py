@@ -83,23 +83,33 @@ def find_ranges(
         - values reach the result by the released counts alone.
     """
     ends = {name: column.first_ends for name, column in columns.items()}
-    first: dict[Name, tuple[Histogram, tuple[float, float]]] = {}
-    second: dict[Name, tuple[Histogram, tuple[float, float]]] = {}
-    for least, found in zip(STANDS_OUT, (first, second), strict=True):
+    found: list[dict[Name, tuple[Histogram, tuple[float, float] | None]]] = []
+    for least in STANDS_OUT:
         if not ends:
             break
         counts = release(np.concatenate([histogram(columns[name].values, ends[name]) for name in ends]))
         parts = np.split(counts, np.cumsum([len(one) - 1 for one in ends.values()])[:-1])
+        found.append({})
         for (name, its_ends), part in zip(ends.items(), parts, strict=True):
             limits = columns[name].limits
             ranged = standing_out(part, its_ends, (least if limits is None else STANDS_OUT_WITHIN) * stddev)
-            if ranged is not None:
-                found[name] = (part, its_ends), ranged
-        ends = {name: fine_ends(*ranged) for name, (_, ranged) in found.items()}
-    return {  # within limits, the finer bins may miss the rarer values
-        name: Ranged(first[name][0], fine, ranged if columns[name].limits is None else first[name][1])
-        for name, (fine, ranged) in second.items()
-    }
+            found[-1][name] = (part, its_ends), ranged
+        ends = {name: fine_ends(*ranged) for name, (_, ranged) in found[-1].items() if ranged is not None}
+    ranges: dict[Name, Ranged] = {}
+    for name, (fine, narrow) in (found[1] if len(found) > 1 else {}).items():
+        coarse, wide = found[0][name]
+        assert wide is not None
+        if columns[name].limits is not None:  # there, the finer bins may miss the rarer values
+            if narrow is not None:
+                ranges[name] = Ranged(coarse, fine, wide)
+        else:
+            ranges[name] = Ranged(coarse, fine, wide if narrow is None or _is_edge(narrow, fine[1]) else narrow)
+    return ranges
+
+
+def _is_edge(ranged: tuple[float, float], ends: Ends) -> bool:
+    """True if a range is an outermost bin: it stands out by the values beyond all bins, which count there."""
+    return ranged in ((float(ends[0]), float(ends[1])), (float(ends[-2]), float(ends[-1])))
 
 
 def scale_of(ranged: Ranged, limits: tuple[float, float], stddev: float, *, may_log: bool) -> Scale:
