@@ -463,7 +463,7 @@ def test_tables_that_cannot_be_trained_on_are_refused_in_one_sentence(text, word
 
 SMALL = {  # rows, epsilon -> exit code of a plan and words in it
     "classes of a tenth": (600, "1", 2, "fewer than about 1"),
-    "classes of two": (300, "0.4", 2, "fewer than about"),
+    "classes of two": (300, "0.4", 2, "each takes about 3"),
     "rarer classes": (900, "4", 0, "rare classes"),
     "none": (60_000, "4", 0, ""),
 }

@@ -211,8 +211,8 @@ def test_wrong_arguments_release_nothing(change, message, monkeypatch):
 
 
 TOO_FEW_ROWS = {  # target, task, rows, epsilon -> what is refused
-    "classes": (Column("y", "category"), None, 60, 0.5, "A class of the target 'y' in fewer than about"),
-    "left open": (Column("y", "learn"), "classification", 60, 0.5, "A class of the target 'y' in fewer than about"),
+    "classes": (Column("y", "category"), None, 60, 0.5, "The classes of the target 'y' cannot be"),
+    "left open": (Column("y", "learn"), "classification", 60, 0.5, "The classes of the target 'y' cannot be"),
     "numbers": (Column("y", "number"), "regression", 60, 0.2, "The bounds of the target 'y' take"),
     "numbers of any task": (Column("y", "number"), None, 60, 0.2, "The bounds of the target 'y' take"),
     "numbers left open": (Column("y", "learn"), "regression", 60, 0.2, "The bounds of the target 'y' take"),

@@ -62,6 +62,11 @@ def doubt_of(schema: Schema, n: int, budget: LearningBudget) -> Doubt | None:
         f"a class of the target {target.name!r} in fewer than about {threshold:,} of {most}{rows:,} rows cannot be "
         "learnt at this epsilon"
     )
+    if threshold > rows:
+        what = (
+            f"the classes of the target {target.name!r} cannot be learnt at this epsilon: each takes about "
+            f"{threshold:,} rows, and there are {'at most ' * (budget.rows > 1)}{rows:,}"
+        )
     is_certain = least > rows / 2
     return Doubt(what, ", ".join(lines), is_certain, is_certain or (not is_declared and threshold > TOO_RARE * rows))
 
