@@ -411,3 +411,26 @@ def test_the_model_is_its_own_inner_module(tmp_path):
     assert [*model.children()] == [model[0], model[1], model[2]]
     copied = copy.deepcopy(model)
     assert copied._module is copied
+
+
+@pytest.mark.filterwarnings("ignore:Optimal order")
+def test_accountants_alone_are_certified():
+    """Opacus' own are the references: its PRV accountant has error bounds of its own."""
+    from opacus.accountants.utils import get_noise_multiplier as of_opacus
+
+    from torch_privacy.opacus.accountants import RDPAccountant, create_accountant
+    from torch_privacy.opacus.accountants.utils import get_noise_multiplier
+
+    for accountant in (RDPAccountant(), create_accountant("prv")):
+        for _ in range(10):
+            accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+        assert accountant.get_epsilon(delta=1e-5) == priced((1.0, 0.1, 10), delta=1e-5)
+    target = {"target_epsilon": 2.0, "target_delta": 1e-5, "sample_rate": 0.01}
+    ours = get_noise_multiplier(**target, epochs=5, accountant="rdp", epsilon_tolerance=0.1)
+    assert ours == get_noise_multiplier(**target, steps=500)
+    assert privacy.compose([(privacy.SubsampledGaussian(ours, 0.01), 500)]).epsilon(1e-5).high <= 2.0
+    assert ours == pytest.approx(of_opacus(**target, steps=500, accountant="prv", epsilon_tolerance=1e-3), rel=0.02)
+    with pytest.raises(ValueError, match="exactly one"):
+        get_noise_multiplier(**target)
+    with pytest.raises(ImportError, match="leave it out"):
+        from torch_privacy.opacus import GradSampleModule  # noqa: F401
