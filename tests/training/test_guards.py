@@ -736,9 +736,17 @@ class LaterOnes(Ones):
         return torch.ones_like(norms) if late else (self.clip_norm / norms).clamp(max=1)
 
 
-def test_a_rule_that_is_no_dataclass_is_refused_when_it_is_given():
+@dataclass(frozen=True)
+class WithoutGroup(Ones):
+    def factors(self, norms):
+        return torch.ones_like(norms)
+
+
+def test_a_rule_that_is_no_dataclass_or_knows_no_group_is_refused_when_it_is_given():
     with pytest.raises(ValueError, match=r"Make NoDataclass a dataclass"):
         training_of(clipping=NoDataclass())
+    with pytest.raises(ValueError, match=r'WithoutGroup.factors .* define factors\(self, norms, group="all"\)'):
+        training_of(clipping=WithoutGroup())
 
 
 @pytest.mark.parametrize("part", ["embedding_clipping", "residual_clipping"])

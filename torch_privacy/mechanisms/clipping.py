@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -109,6 +110,13 @@ def check_rule(where: str, name: str, rule: Any) -> ClippingRule:
         raise ValueError(
             f"{where}: {name}={rule!r} has no statement() of its settings, which the privacy statement prints. Make "
             f"{kind} a dataclass, with @dataclass(frozen=True), or define statement()."
+        ) from None
+    try:
+        signature(rule.factors).bind(None, "all")
+    except TypeError:
+        raise ValueError(
+            f"{where}: {type(rule).__name__}.factors must take the norms and the group's label: define "
+            'factors(self, norms, group="all").'
         ) from None
     return rule
 
