@@ -38,7 +38,10 @@ MISTAKES = {  # arguments -> words of the one sentence that says what is wrong
     "no command": ([], "Missing command"),
     "unknown command": (["trian"], "No such command 'trian'"),
     "unknown option": (["train", "adult", "--epoch", "3"], "No such option: --epoch"),
-    "unknown experiment": (["train", "mnits"], "experiment='mnits' must be one of 'adult'"),
+    "unknown experiment": (
+        ["train", "mnits"],
+        "experiment='mnits' is unknown. Did you mean 'jl-mnist'? Or name a table's file",
+    ),
     "no experiment": (["train"], "name an experiment (adult"),
     "two experiments": (["train", "adult", "adult"], "unexpected extra argument"),
     "no value": (["train", "adult", "--delta"], "Option '--delta' requires an argument"),
@@ -95,7 +98,7 @@ MISTAKES = {  # arguments -> words of the one sentence that says what is wrong
     "compare at no delta": (["compare", *EVENTS, "--delta", "0"], "--delta 0.0 must lie in (0, 1)"),
     "nothing to reproduce": (["reproduce", "gdp"], "experiment='gdp' must be one of 'accountant-q0.01', 'abadi-"),
     "search on a table": (["search", "people.csv"], "search: people.csv is a table, and the command searches with"),
-    "misspelt": (["reproduce", "gdp-adlut"], "'claims'. Did you mean 'gdp-adult'? Try"),
+    "misspelt": (["reproduce", "gdp-adlut"], "experiment='gdp-adlut' is unknown. Did you mean 'gdp-adult'? Try"),
     "no seed": (["reproduce", "gdp-adult", "--seed", "x"], "'x' must be a seed, or several as in 0,3,7 or 0-4"),
     "seed twice": (["reproduce", "gdp-adult", "--seed", "1,0-2"], "'1,0-2' must be a seed, or several"),
     "no data to reproduce": (

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import os
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from torch_privacy.experiments import TRAININGS
 from torch_privacy.experiments.table_settings import OF_TABLE
+from torch_privacy.support.validate import unknown_name
 
 SUFFIXES = (".csv", ".tsv", ".txt", ".parquet", ".pq", ".gz", ".zip", ".bz2", ".xz", ".zst", ".xlsx", ".xls", ".json")
 
@@ -32,11 +32,8 @@ def check_is_experiment(name: str, chosen: dict[str, Any]) -> None:
     """Raises a ``ValueError`` for options of a table that are given with an experiment, and for a name of neither."""
     own = [setting for setting in chosen if setting in OF_TABLE]
     if name not in TRAININGS:
-        close = get_close_matches(name, TRAININGS, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
         raise ValueError(
-            f"train: experiment={name!r} must be one of {', '.join(map(repr, TRAININGS))}, or a table's file, and there"
-            f" is no such file.{hint}"
+            f"train: experiment={name!r} {unknown_name(name, TRAININGS)} Or name a table's file: there is no such file."
         )
     if own:
         option = f"--{own[0].replace('_', '-')}"

@@ -23,9 +23,9 @@ def load_study(name: str) -> Study:
     return getattr(import_module(f"torch_privacy_papers.{module}"), study)
 
 
-def load_trainable(name: str) -> Study:
+def load_trainable(name: str, where: str = "train") -> Study:
     """Returns the study of an experiment that ``train`` can train; raises a ``ValueError`` for any other name."""
     if name == OWN_TABLE:
         return import_module("torch_privacy.experiments.own_table").STUDY
-    _check.one_of("train", TRAININGS, experiment=name)
+    _check.one_of(where, TRAININGS, experiment=name)
     return load_study(SHORT.get(name, name))

@@ -74,7 +74,7 @@ def on_stand_in(
 
 def _on_stand_in(command: str, experiment: str, folder: str | None) -> tuple[Study, Callable[[Any], Task]]:
     """Returns an experiment, and what makes its task of data that need no protection."""
-    study = load_trainable(experiment)
+    study = load_trainable(experiment, command)
     build = study.task if folder is not None else study.build_stand_in
     if build is None:
         raise ValueError(

@@ -3,7 +3,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -120,9 +120,13 @@ def one_of(where: str, allowed: Iterable[Any], **values: Any) -> None:
     allowed = list(allowed)
     for name, value in values.items():
         if value not in allowed:
-            close = get_close_matches(str(value), map(str, allowed), n=1) if len(allowed) > AT_A_GLANCE else ()
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise InvalidValue(where, name, value, f"must be one of {', '.join(map(repr, allowed))}.{hint}")
+            raise InvalidValue(where, name, value, unknown_name(value, allowed))
+
+
+def unknown_name(value: Any, allowed: Sequence[Any]) -> str:
+    """Returns what a message says of a value that is none of these: the nearest of many names, or all names."""
+    close = get_close_matches(str(value), map(str, allowed), n=1) if len(allowed) > AT_A_GLANCE else ()
+    return f"is unknown. Did you mean {close[0]!r}?" if close else f"must be one of {', '.join(map(repr, allowed))}."
 
 
 def quoted(names: Iterable[Any], *, at_most: int | None = None) -> str:
