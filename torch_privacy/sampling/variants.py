@@ -88,7 +88,7 @@ class DatasetExamples:
                 others = self._batches.items(BatchRequest(indices, self._request.views, self.generator.bytes(32)))
                 batch = self._collated(_mixed(self.items, others, places, self._request.views), draws, whole)
                 for index, other in zip(indices.tolist(), _by_example(others, self._request.views), strict=False):
-                    pool.setdefault(repr(_shapes(other)), []).append((index, other))
+                    pool.setdefault(repr(shapes_of(other)), []).append((index, other))
             if batch is not None:
                 return batch
         batch = self._replaced_by_shape(places, pool, draws, whole)
@@ -124,6 +124,19 @@ class DatasetExamples:
     def _drew(self, purpose: str, end: Any) -> bool:
         """True if random numbers were drawn to fetch the items, or to collate them."""
         return end is not None and end != _start(self._request, purpose)
+
+    def few(self, count: int) -> BatchRequest:
+        """Returns the request for the first examples of the batch."""
+        return replace(self._request, indices=self._request.indices[:count])
+
+    def others(self, count: int) -> BatchRequest:
+        """Returns a request for random examples of the data set."""
+        indices = self._batches.draw(self.generator, count, self._request.indices)
+        return BatchRequest(indices, self._request.views, self.generator.bytes(32))
+
+    def fetched(self, request: BatchRequest) -> Any:
+        """Returns the items of a request, fetched anew."""
+        return self._batches.items(request)
 
     def sizes(self) -> np.ndarray | None:
         """Returns the number of numbers and letters in each example (count,); None where items are no list."""
@@ -179,7 +192,7 @@ class DatasetExamples:
             batch = self._batches.fetch(self._request).batch
         except Exception:  # of the user's code
             return None
-        return batch if _shapes(batch) == _shapes(self.batch) else None
+        return batch if shapes_of(batch) == shapes_of(self.batch) else None
 
     def _fetched_together(self, places: np.ndarray, indices: np.ndarray) -> Any:
         """Returns the batch with other examples in these places, for a data set that fetches many items in one call.
@@ -194,12 +207,16 @@ class DatasetExamples:
             again = self._batches.fetch(replace(self._request, indices=mixed))
         except Exception:
             return None
-        return again.batch if again.ends == self._fetched.ends and _shapes(again.batch) == _shapes(self.batch) else None
+        return (
+            again.batch
+            if again.ends == self._fetched.ends and shapes_of(again.batch) == shapes_of(self.batch)
+            else None
+        )
 
     def _collated(self, items: Any, draws: RunDraws, whole: Any) -> Any:
         """Returns the batch of these items; None if its shapes, or the random numbers that it draws, differ."""
         batch = self._collated_with(items, draws)
-        return batch if batch is not None and _shapes(batch) == _shapes(whole) else None
+        return batch if batch is not None and shapes_of(batch) == shapes_of(whole) else None
 
     def _collated_with(self, items: Any, draws: RunDraws) -> Any:
         """Returns the batch of these items; None if other random numbers are drawn than should be."""
@@ -220,7 +237,7 @@ class DatasetExamples:
         items = list(items)
         for place in places:
             span = slice(views * place, views * (place + 1))
-            same_shape = pool.get(repr(_shapes(items[span])), ())
+            same_shape = pool.get(repr(shapes_of(items[span])), ())
             others = [other for index, other in same_shape if index != self._request.indices[place]]
             if others:
                 items[span] = others[int(self.generator.integers(len(others)))]
@@ -291,7 +308,7 @@ class CollatedExamples:
         indices = np.arange(self.count)
         shift = self._generator.integers(1, max(2, self.count), size=self.count)
         replaced = self._selected(np.where(keep, indices, (indices + shift) % self.count))
-        return replaced if replaced is not None and _shapes(replaced) == _shapes(self.batch) else None
+        return replaced if replaced is not None and shapes_of(replaced) == shapes_of(self.batch) else None
 
     def without(self, keep: np.ndarray, draws: RunDraws = AS_DRAWN) -> Any:
         """Implements `BatchVariants`."""
@@ -358,14 +375,14 @@ def _size(value: Any) -> int:
     return len(value) if isinstance(value, (str, bytes)) else 1
 
 
-def _shapes(batch: Any) -> Any:
+def shapes_of(batch: Any) -> Any:
     """Returns the structure of a batch, with the shapes of its tensors."""
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         return tuple(batch.shape)
     if isinstance(batch, Mapping):
-        return {key: _shapes(value) for key, value in batch.items()}
+        return {key: shapes_of(value) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return [_shapes(value) for value in batch]
+        return [shapes_of(value) for value in batch]
     if is_dataclass(batch) and not isinstance(batch, type):
-        return [_shapes(getattr(batch, entry.name)) for entry in fields(batch)]
+        return [shapes_of(getattr(batch, entry.name)) for entry in fields(batch)]
     return None

@@ -17,6 +17,7 @@ from .. import privacy
 from ..model_check.requirements import TensorsOf, check_model
 from ..privacy.budget_runs import Reservation
 from ..runs.folder import RunFolder
+from ..sampling.collate_check import CollateCheck
 from ..sampling.examples import Examples
 from ..sampling.item_check import item_check
 from ..support.model_state import attribute_tensors
@@ -196,5 +197,6 @@ def make_rehearsals(setup: Setup, state: State, training: Any) -> Rehearsals:
         OtherOptimizers(setup.optimizer, while_alive(training, lambda alive: alive._runs.present_turn(), None)),
     )
     items = None if assumed else item_check(batches.dataset, None if owners is None else owners.numbers)
+    collate = None if assumed or batches.collate_fn is None else CollateCheck(batches.collate_fn)
     steps, epoch = setup.account.steps_allowed, 1 / settings.sampling_probability
-    return Rehearsals(setup.model, state.releases.draws, assumed, steps, epoch, watch, items)
+    return Rehearsals(setup.model, state.releases.draws, assumed, steps, epoch, watch, items, collate)

@@ -17,6 +17,7 @@ from ..model_check.rehearsal.comparison import ALIKE, NEGLIGIBLE, not_repeated, 
 from ..model_check.rehearsal.kept import draw_few, draw_halves, without_ends
 from ..model_check.rehearsal.rehearsal import Rehearsal, RehearsalMemory
 from ..model_check.rehearsal.turn import Answers, Turn
+from ..sampling.collate_check import CollateCheck
 from ..sampling.item_check import ItemCheck
 from ..sampling.variants import DatasetExamples
 from ..support.model_state import ModelState
@@ -194,6 +195,7 @@ class Rehearsals:
         epoch: number of steps in which every example is in one batch on average.
         watch: watches the variables of the loop.
         items: compares items with those of a data set with other examples; None if there is no need.
+        collate: compares what collate_fn makes after other batches; None if there is no need.
     """
 
     model: nn.Module
@@ -203,6 +205,7 @@ class Rehearsals:
     epoch: float
     watch: LoopWatch
     items: ItemCheck | None = None
+    collate: CollateCheck | None = None
     memory: RehearsalMemory = field(default_factory=RehearsalMemory)
     keeps_state: bool | None = None  # whether turns change buffers or attributes; None before the first rehearsal
     last_passed: int = -1  # the last step with a rehearsal that passed
@@ -347,6 +350,9 @@ class Rehearsals:
         if self.items is not None:
             self.items(examples.indices, examples.generator, thorough=thorough)
             self.memory.notes |= self.items.notes
+        if self.collate is not None and thorough:
+            self.collate(examples)
+            self.memory.notes |= self.collate.notes
         kept = draw_halves(examples.count, examples.generator, units)
         whole = units if by_owner else None  # an owner's examples may depend on each other
         sizes = examples.sizes() if thorough or examples.generator.integers(2) else None
