@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two data sets share an example if rows of equal content say so, wherever they lie in memory."""
+"""Two data sets share an example if rows of equal content say so, wherever they lie; no data set has a row twice."""
+
+import functools
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
+import torch_privacy as tp
 from torch_privacy.sampling import shared_examples
 from torch_privacy.sampling.shared_examples import share_examples
 
@@ -80,3 +83,47 @@ def test_other_rows_are_not_mistaken(case):
     a, b = APART[case]()
     assert not share_examples(a, b)
     assert not share_examples(b, a)
+
+
+@functools.cache
+def kept_records():
+    return records(X)
+
+
+def joined(*parts):
+    return pytest.importorskip("datasets").concatenate_datasets(parts)
+
+
+ITEMS = Items(X)
+TWICE = {
+    "a subset": lambda: Subset(PRIVATE, [0, 3, 3]),
+    "an index from the end": lambda: Subset(PRIVATE, [0, N - 1, -1]),
+    "a subset of a subset": lambda: Subset(Subset(PRIVATE, range(9, 3, -1)), [0, 5, 0]),
+    "parts": lambda: ConcatDataset([PRIVATE, TensorDataset(OTHERS), PRIVATE]),
+    "parts that overlap": lambda: ConcatDataset([Subset(PRIVATE, range(5)), Subset(TensorDataset(X), [8, 4])]),
+    "parts in code": lambda: ConcatDataset([Items(X), Subset(ITEMS, [1]), Subset(ITEMS, [1])]),
+    "entries of a list": lambda: [*zip(X, Y, strict=True)][:3] * 2,
+    "records": lambda: records(X).select([4, 7, 4]),
+    "joined records": lambda: joined(kept_records().select(range(9)), kept_records().select([20, 3])),
+}
+ONCE = {
+    "a subset": lambda: Subset(Subset(PRIVATE, range(9, 3, -1)), [0, 5, -3]),
+    "parts": lambda: ConcatDataset([Subset(PRIVATE, range(5)), TensorDataset(X.clone()), Subset(ITEMS, [1]), Items(X)]),
+    "equal texts and numbers": lambda: ["a", "a", ("a", 1), ("a", 1)] + [1] * 9,
+    "records": lambda: records(X).shuffle(seed=0).select(range(3, 9)),
+    "joined records": lambda: joined(kept_records().select(range(9)), kept_records().select([20, 30]), records(X)),
+    "records without a value": lambda: joined(*(kept_records().from_dict({"none": [None] * 3}) for _ in "ab")),
+}
+
+
+@pytest.mark.parametrize("case", TWICE)
+def test_an_example_that_is_taken_twice_is_refused(case):
+    with pytest.raises(tp.Refused, match="more than once"):
+        tp.Examples(TWICE[case]())
+    owners = [0] * len(TWICE[case]())
+    assert tp.Examples(TWICE[case](), owners=owners, per_owner=1).num_units == 1
+
+
+@pytest.mark.parametrize("case", ONCE)
+def test_examples_that_are_taken_once_are_not_refused(case):
+    assert tp.Examples(ONCE[case]()).num_units == len(ONCE[case]())

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ..support.validate import Refused
 from ..support.versions import Versions
@@ -33,6 +33,67 @@ def check_map_style(dataset: Any, name: str = "dataset") -> None:
         )
     if len(dataset) == 0:
         raise Refused(f"{name} is empty: must hold at least one example.")
+
+
+def check_taken_once(dataset: Any, where: str) -> None:
+    """Refuses data that take a row more than once: in a subset, in parts that overlap, or as an entry of a list."""
+    rows = _rows_behind(dataset, {})
+    values, first, counts = np.unique(rows, return_index=True, return_counts=True)
+    if len(values) == len(rows):
+        return
+    place = int(np.argmax(counts > 1))
+    again = int(np.flatnonzero(rows == values[place])[1])
+    raise Refused(
+        f"{where}: the data set has {int((counts > 1).sum())} examples more than once (items {int(first[place])} and "
+        f"{again} are the same row), so that one example would count as several, and epsilon would not hold. Take each "
+        "once, and weight its loss instead; or give the items of an example one owner: tp.Examples(data, owners=...), "
+        "with the indices of a Subset as owners."
+    )
+
+
+def _rows_behind(dataset: Any, sources: dict[int, int]) -> np.ndarray:
+    """Returns a number (n,) for each item; items with equal numbers are the same row of the same data set.
+
+    Args:
+        dataset: map-style.
+        sources: the number of each data set that was met, by its id.
+    """
+    if isinstance(dataset, Subset):
+        return _rows_behind(dataset.dataset, sources)[np.asarray(dataset.indices, dtype=np.int64)]
+    if isinstance(dataset, ConcatDataset):
+        return np.concatenate([_rows_behind(part, sources) for part in dataset.datasets])
+    if hasattr(dataset, "_indices") and hasattr(dataset, "column_names"):
+        return _rows_of_table(dataset, sources)
+    source, rows = dataset, np.arange(len(dataset))
+    if type(dataset) is TensorDataset:
+        source = dataset.tensors[0]
+    elif type(dataset) in (list, tuple):
+        places: dict[int, int] = {}
+        rows = np.array([places.setdefault(id(x), i) if _is_object(x) else i for i, x in enumerate(dataset)])
+    return rows + _start(id(source), sources)
+
+
+def _start(source: int, sources: dict[int, int]) -> int:
+    """Returns the number of the first row of a source."""
+    return sources.setdefault(source, len(sources)) << 40
+
+
+def _rows_of_table(dataset: Any, sources: dict[int, int]) -> np.ndarray:
+    """Returns the numbers of the rows of a data set of Hugging Face, by where its first column is in memory."""
+    found = [np.empty(0, np.int64)]
+    for chunk in dataset.data.column(0).chunks:
+        addresses = [buffer.address for buffer in chunk.buffers() if buffer is not None and buffer.size]
+        found.append(
+            _start(addresses[-1] if addresses else -len(sources), sources) + chunk.offset + np.arange(len(chunk))
+        )
+    rows, chosen = np.concatenate(found), dataset._indices  # after select()
+    return rows if chosen is None else rows[np.asarray(chosen.column(0)).astype(np.int64)]
+
+
+def _is_object(item: Any) -> bool:
+    """True for what is made anew for each example; equal numbers and texts may be one object by chance."""
+    parts = item if isinstance(item, tuple) else (item,)
+    return any(isinstance(part, (torch.Tensor, np.ndarray, dict, list)) for part in parts)
 
 
 class ChosenByOwners(Subset):

@@ -12,7 +12,7 @@ from .. import privacy
 from ..support.validate import Refused, plain_number, whole
 from .batches import Batches, Collate
 from .canaries import WithCanaries
-from .datasets import check_map_style, shows_owners
+from .datasets import check_map_style, check_taken_once, shows_owners
 from .owners import Owners, owners_of
 
 WHERE = "Examples"
@@ -25,7 +25,7 @@ class Examples:
     Where all defaults fit, pass the data set itself.
 
     Args:
-        dataset: map-style; one item is one example. Its size is treated as public.
+        dataset: map-style; one item is one example, and no example is in it twice. Its size is treated as public.
         collate_fn: as in ``torch.utils.data.DataLoader``; must not mix examples, which rehearsals check, too.
         num_workers: number of processes that fetch examples, as in ``DataLoader``.
         views: number of consecutive copies of each example in a batch, fetched separately (random augmentations):
@@ -90,6 +90,8 @@ class Examples:
         if known is not None and canaries is not None:
             known = known.with_more(canaries.num_canaries)
         object.__setattr__(self, "known_owners", known)
+        if known is None:
+            check_taken_once(examples, WHERE)
 
     @property
     def canaries(self) -> WithCanaries | None:
