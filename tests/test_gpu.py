@@ -574,14 +574,13 @@ def test_a_weight_moved_by_other_code_is_seen_late_on_a_gpu():
 
 def test_a_weight_moved_by_other_code_is_seen_if_an_update_replaces_the_weights():
     weights = {"w": nn.Parameter(torch.zeros(3, device=GPU))}
-    guard = WeightGuard(lambda: weights)
+    guard = WeightGuard(lambda: weights, torch.optim.SGD(weights.values(), lr=0.1))
     guard.activate()
     with torch.no_grad():
         weights["w"].add_(1.0)
-    optimizer = torch.optim.SGD(weights.values(), lr=0.1)
     guard.look(weights, 3)
     with pytest.warns(UserWarning, match="step 3, in 'w'"):
-        guard.update(optimizer, weights, 3, lambda: weights.update(w=nn.Parameter(torch.ones(3, device=GPU))))
+        guard.update(weights, 3, lambda: weights.update(w=nn.Parameter(torch.ones(3, device=GPU))))
     guard.deactivate()
     assert "step 3" in guard.seen_otherwise
 

@@ -305,6 +305,49 @@ def test_weights_that_moved_otherwise_are_not_private(move, when):
     assert training.state_dict()["moved_otherwise"]
 
 
+def filled(state, x):
+    state["momentum_buffer"] = torch.ones_like(state["momentum_buffer"]) * x.sum()
+
+
+def added(state, x):
+    state["momentum_buffer"].add_(x.sum())
+
+
+def of_its_own(state, x):
+    state["means"] = x.mean(0)
+
+
+def cleared(state, x):
+    state.clear()
+
+
+def zeroed(state, x):
+    state["momentum_buffer"].zero_()
+
+
+@pytest.mark.filterwarnings("ignore:.*the trained weights were changed")
+@pytest.mark.parametrize(
+    ("write", "is_private"), [(filled, False), (added, False), (of_its_own, False), (cleared, True), (zeroed, True)]
+)
+def test_an_optimizer_that_other_code_fills_is_not_private(write, is_private):
+    model = network()
+    training = training_of(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
+    for x, y in training:
+        if training.step(losses_of(model, x, y)) and training.step_count == 2:
+            write(training.optimizer.state[model[2].weight], x)
+    assert training.state_dict()["moved_otherwise"].endswith("of 2.weight'") is not is_private
+
+
+@pytest.mark.filterwarnings("ignore:.*the trained weights were changed")
+def test_an_optimizer_that_other_code_fills_before_the_first_step_is_not_private():
+    model = network()
+    training = training_of(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
+    for x, y in training:
+        training.optimizer.state[model[2].weight]["momentum_buffer"] = torch.full_like(model[2].weight, 3.0)
+        training.step(losses_of(model, x, y))
+    assert training.state_dict()["moved_otherwise"] == "first seen after step 0, in 'momentum_buffer of 2.weight'"
+
+
 @pytest.mark.filterwarnings("ignore:.*the trained weights were changed")
 def test_the_ledger_says_that_weights_moved_before_a_release_that_depends_on_it(tmp_path):
     """So the file is right if the process is killed at any time."""

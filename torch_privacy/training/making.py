@@ -163,7 +163,8 @@ def make_state(setup: Setup) -> State:
     tensors = setup.tensors()
     reached = ReachedParameters(padding_rows(setup.model, tensors.trained), setup.mechanism)
     state, placement = State(tensors, reached, OutsideForwards(setup.batches)), setup.placement
-    state.guard = WeightGuard(while_alive(state, lambda present: optimized(placement, present.tensors), {}))
+    trained = while_alive(state, lambda present: optimized(placement, present.tensors), {})
+    state.guard = WeightGuard(trained, setup.optimizer)
     return state
 
 

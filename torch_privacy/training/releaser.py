@@ -83,7 +83,7 @@ class Releaser:
         del release, gradients, used
         place = f"updates the weights after step {state.step - 1}"
         try:
-            moved = state.guard.update(setup.optimizer, parameters, state.step, self._change_weights)
+            moved = state.guard.update(parameters, state.step, self._change_weights)
         except Exception as error:
             self._meeting.tell(place, error)
             raise

@@ -19,6 +19,7 @@ from ..support.validate import Refused
 from ..support.versions import Versions
 from ..support.warning import warn
 from .in_use import begin_use, end_use, is_in_use
+from .optimizer_state import OptimizerMarks
 from .placement import local_of
 
 WHOLE = 4096  # entries up to which all of a parameter are compared
@@ -205,10 +206,12 @@ class WeightGuard:
 
     Args:
         trained: returns the trained parameters by name; must not keep the training alive.
+        optimizer: makes the updates; its state may not be written into by other code, either.
     """
 
-    def __init__(self, trained: Callable[[], Mapping[str, Tensor]]):
-        self._trained = trained
+    def __init__(self, trained: Callable[[], Mapping[str, Tensor]], optimizer: Optimizer):
+        self._trained, self._optimizer = trained, optimizer
+        self._optimizer_marks: OptimizerMarks | None = None  # after the last update, or from the start of the loop
         self._marks: WeightMarks | None = None  # after the last update, or from the start of the loop
         self._moved_otherwise = self._warned_of = ""
         self._is_own_step = False
@@ -232,6 +235,7 @@ class WeightGuard:
         self._leave = BEFORE_EVERY_STEP.add(self._check)
         if self._marks is None:
             self._marks = WeightMarks(self._trained())
+        self._optimizer_marks = OptimizerMarks(self._optimizer)
 
     def deactivate(self) -> None:
         """Lets every step pass again."""
@@ -241,12 +245,13 @@ class WeightGuard:
 
     def reset(self, moved_otherwise: str) -> None:
         """Forgets the weights, before others are loaded; ``moved_otherwise`` is what is known about earlier changes."""
-        self._marks, self._moved_otherwise = None, moved_otherwise
+        self._marks, self._moved_otherwise, self._optimizer_marks = None, moved_otherwise, None
         self._warned_of = moved_otherwise
 
     def accept(self, moved_otherwise: str) -> None:
         """Takes the present weights for its own; ``moved_otherwise`` is what is known about earlier changes."""
         self._marks, self._moved_otherwise = WeightMarks(self._trained()), moved_otherwise
+        self._optimizer_marks = OptimizerMarks(self._optimizer)
 
     def moved_otherwise(self, steps_made: int) -> str:
         """Returns when other code was first seen to have moved the weights; empty if it did not."""
@@ -277,7 +282,12 @@ class WeightGuard:
             warn(MOVED_IN_LOOP.format(self._moved_otherwise))
 
     def look(self, parameters: Mapping[str, Tensor], steps_made: int) -> WeightMarks:
-        """Notes whether other code has moved the weights since the last update, and warns when it is first seen."""
+        """Notes whether other code has moved the weights since the last update, and warns when it is first seen.
+
+        So it does for the optimizer's state, from which the next update moves them.
+        """
+        if self._optimizer_marks is not None:
+            self._note(steps_made, self._optimizer_marks.moved(parameters))
         marks = self._marks
         if marks is None or not marks.holds(parameters):
             self.moved_otherwise(steps_made)
@@ -296,7 +306,6 @@ class WeightGuard:
 
     def update(
         self,
-        optimizer: Optimizer,
         parameters: Mapping[str, Tensor],
         steps_made: int,
         after: Callable[[], None] = lambda: None,
@@ -310,13 +319,14 @@ class WeightGuard:
             marks = self.look(parameters, steps_made)
         self._is_own_step = True
         try:
-            optimizer.step()
+            self._optimizer.step()
         except BaseException:  # the weights may be moved in part, by this step
             marks.renew()
             raise
         finally:
             self._is_own_step = False
-        rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
+            self._optimizer_marks = OptimizerMarks(self._optimizer)
+        rates = [float(group.get("lr", 1.0)) for group in self._optimizer.param_groups]
         moved = not (marks.untouched() and any(rates))
         try:
             after()
