@@ -75,3 +75,46 @@ def test_what_collate_keeps_of_earlier_batches_is_refused(make, workers):
 )
 def test_a_collate_that_makes_the_same_of_each_example_trains(dataset, collate):
     assert trained(dataset, collate).statement()["independence"]["not_compared"] == []
+
+
+def test_sparse_batches_train_as_dense_ones_do():
+    products = {
+        "sparse": (lambda rows: torch.stack(rows).to_sparse(), lambda x, w: torch.sparse.mm(x, w.T)),
+        "dense": (torch.stack, lambda x, w: x @ w.T),
+    }
+    found = {}
+    for name, (collate, product) in products.items():
+        torch.manual_seed(0)
+        training = training_of(torch.nn.Linear(3, 1), [*X], num_steps=3, examples={"collate_fn": collate})
+        for x in training:
+            training.step(product(x, training.model.weight).squeeze(1) + training.model.bias)
+        found[name] = training.model.weight.detach().clone()
+    torch.testing.assert_close(found["sparse"], found["dense"])
+
+
+class Dropping(torch.utils.data.Dataset):
+    """Leaves some of the items out that are fetched in one call."""
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, i):
+        return X[i]
+
+    def __getitems__(self, indices):
+        return [X[i] for i in indices if X[i, 0] > 0]
+
+
+def nested(rows):
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate", "named"),
+    [(Dropping(), None, "items for .* indices"), ([*X], nested, "nested tensor")],
+    ids=["items", "nested"],
+)
+def test_batches_that_cannot_be_compared_are_refused_in_words(dataset, collate, named):
+    training = training_of(torch.nn.Linear(3, 1), dataset, num_steps=3, examples={"collate_fn": collate})
+    with pytest.raises(tp.Refused, match=named):
+        _ = [training.step(training.model(torch.stack(x.unbind())).squeeze(1)) for x in training]

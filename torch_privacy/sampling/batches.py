@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from ..support.draws import AS_DRAWN, Drawn, Rule, RunDraws
 from ..support.fixed_draws import drawing
 from ..support.random_state import SeededRandomNumbers, random_position
+from ..support.validate import Refused
 from .datasets import Places, check_map_style, source_of, tensors_and_rows
 
 Collate = Callable[[list[Any]], Any]
@@ -147,6 +148,11 @@ class Batches:
         with random_numbers_of(request, "items") as position:
             if hasattr(self.dataset, "__getitems__"):
                 items = list(self.dataset.__getitems__(indices.tolist()))  # type: ignore[attr-defined]
+                if len(items) != len(indices):
+                    raise Refused(
+                        f"__getitems__ of the data set returned {len(items)} items for {len(indices)} indices. It must "
+                        "return one for each, in their order. Leave out examples that cannot be used beforehand."
+                    )
             else:
                 items = [self.dataset[i] for i in indices.tolist()]
             return items, position()

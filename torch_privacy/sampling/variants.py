@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..support.draws import AS_DRAWN, Drawn, Rule, RunDraws
 from ..support.model_state import same
 from ..support.torch_modes import tensors_in
+from ..support.validate import Refused
 from ..support.versions import version_of
 from .batches import Batches, BatchRequest, Fetched, random_numbers_of
 from .datasets import source_of
@@ -329,6 +330,12 @@ def _select(batch: Any, rows: np.ndarray, n: int, found: list[bool]) -> Any:
     ``found`` gets True for each of these, and False for tensors and lists that may have the examples elsewhere.
     """
     if isinstance(batch, (torch.Tensor, np.ndarray)):
+        if isinstance(batch, torch.Tensor) and batch.is_nested:
+            raise Refused(
+                "the batch is a nested tensor, in which rehearsals cannot replace examples. Let collate_fn pad them "
+                "to one length, and return the lengths; or give the reason why examples do not depend on each other: "
+                "tp.Examples(data, assume_independent=...)."
+            )
         if batch.ndim and len(batch) == n:
             found.append(True)
             return batch[torch.from_numpy(rows).to(batch.device) if isinstance(batch, torch.Tensor) else rows]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
+import math
 import site
 import sys
 import sysconfig
@@ -298,7 +299,7 @@ def _settings_of(kind: type) -> frozenset[str]:
 
 def is_small(value: Any) -> bool:
     """True for a number, a text, or a few numbers."""
-    return isinstance(value, _NUMBERS) or (isinstance(value, (Tensor, np.ndarray)) and len(value.reshape(-1)) <= 64)
+    return isinstance(value, _NUMBERS) or (isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) <= 64)
 
 
 def parts_of(value: Any, depth: int = 4) -> list[Any]:
