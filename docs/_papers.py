@@ -39,7 +39,8 @@ SIDES = {
     "trained, exact": "left",
     "trained, exact, 3 epochs at rate 0.01": "right",
     "trained, JL(30), 3 epochs at rate 0.01": "right",
-    "trained, JL(10)": "below",
+    "trained, JL(30)": "below",
+    "trained, JL(5)": "right",
     "trained, micro-batches of 4": "right",
     "trained, micro-batches of 16": "right",
 }

@@ -38,7 +38,7 @@ OTHER_METHODS = (
     "user and film", "user, film and factors", "nearest users",
 )  # fmt: skip
 WITHOUT_NUMBERS = (  # of a paper
-    "jl-accuracy", "jl-figures", "jl-summary",
+    "jl-accuracy", "jl-figures", "jl-summary", "jl-imdb-trials",
     "gep-benefit-tuning", "gep-network-tuning", "gep-mnist-tuning", "gep-pretrained-tuning",
     "best-cifar10-tuning", "text-imdb", "text-imdb-tuning", "text-generator",
 )  # fmt: skip
