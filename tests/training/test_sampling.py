@@ -107,6 +107,31 @@ def test_rows_may_move_where_every_step_draws_from_all():
     train(training, steps=3)
     shuffle(rows)
     train(training)
+    assert "rows of the data set" not in str(training.statement()["not_covered"])
+
+
+def centered(rows):
+    mean = sum(x for x, _ in rows) / N
+    rows[:] = [(x - mean, y) for x, y in rows]
+
+
+REWRITTEN = {
+    "list": (list, centered),
+    "subset": (lambda rows: Subset(list(rows), [*range(N)]), lambda rows: centered(rows.dataset)),
+    "tensors": (lambda rows: rows, lambda rows: rows.tensors[0].sub_(rows.tensors[0].mean(0))),
+}
+
+
+@pytest.mark.parametrize("kind", REWRITTEN)
+def test_rows_that_are_written_are_named(kind):
+    make, write = REWRITTEN[kind]
+    rows = make(TensorDataset(*(tensor.clone() for tensor in data().tensors)))
+    training = training_of(dataset=rows)
+    train(training, steps=3)
+    write(rows)
+    with pytest.warns(UserWarning, match="rows of the data set were written or replaced before step 3"):
+        train(training)
+    assert "first seen before step 3" in training.statement()["not_covered"][-1]
 
 
 def test_a_step_is_that_of_poisson_sampling_on_the_same_batch():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -132,16 +133,32 @@ class Places:
 
     def are_kept(self, indices: np.ndarray) -> bool:
         """True if these rows are where they were."""
-        source, places = self._dataset, indices.tolist()
-        while type(source) in (Subset, ChosenByOwners):
-            if max(places, default=-1) >= len(source.indices):
-                return False
-            source, places = source.dataset, [source.indices[i] for i in places]
-        if self._chosen is not None and places != self._chosen[indices].tolist():
+        source, places = self._found(indices)
+        if places is None or (self._chosen is not None and places != self._chosen[indices].tolist()):
             return False
         if self._rows is not None:
             return len(source) == len(self._rows) and all(source[i] is self._rows[i] for i in places)
         return not self._held or (source.tensors is self._held and self._tensors.are_current())
+
+    def are_rewritten(self, indices: np.ndarray) -> bool:
+        """True if these rows are other objects or have other numbers than rows had, and were not moved alone."""
+        if self._rows is None:
+            return not self._tensors.are_current()
+        source, places = self._found(indices)
+        return any(id(source[i]) not in self._ids for i in places or () if i < len(source))
+
+    @cached_property
+    def _ids(self) -> set[int]:
+        return set(map(id, self._rows or ()))
+
+    def _found(self, indices: np.ndarray) -> tuple[Any, list[int] | None]:
+        """Returns the data set behind subsets, and where these rows are in it; None if a subset lacks some."""
+        source, places = self._dataset, indices.tolist()
+        while type(source) in (Subset, ChosenByOwners):
+            if max(places, default=-1) >= len(source.indices):
+                return source, None
+            source, places = source.dataset, [source.indices[i] for i in places]
+        return source, places
 
 
 def tensors_and_rows(dataset: Dataset) -> tuple[tuple[torch.Tensor, ...], np.ndarray | None] | None:

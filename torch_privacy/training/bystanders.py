@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes what happens beside the steps of a training: steps of other optimizers, and forwards on private data."""
+"""Notes what happens beside the steps of a training: other optimizers, forwards on private data, changed rows."""
 
 from __future__ import annotations
 
@@ -36,6 +36,15 @@ TRAINED = (
 RUN = (
     "what was computed from outputs of the model for rows of the private data outside of a batch: it was run on such "
     "rows after {} steps"
+)
+REWRITTEN = (
+    "rows of the data set that were written or replaced while the training iterated (first seen before step {}): if "
+    "one depends on other rows, or on losses, it carries data past the noise"
+)
+WARNED_OF_ROWS = (
+    "PrivateTraining: rows of the data set were written or replaced before step {}. If one depends on other rows, as "
+    "on a mean, or on losses, no epsilon covers that, and the privacy statement says so under not_covered. Make each "
+    "from its own row and the released weights alone."
 )
 PROBED = 32  # examples of the data set that are compared with the rows of other forwards
 FEWEST = 2  # of them that must be among these rows
@@ -155,6 +164,24 @@ class OutsideForwards:
         found = [(rows, _is_mask(tensor)) for tensor in tensors_in(fetched) if (rows := _rows(tensor))]
         telling = [rows for rows, is_mask in found if not is_mask] or [rows for rows, _ in found]
         return {row for rows in telling for row, count in Counter(rows).items() if count == 1}
+
+
+class RewrittenRows:
+    """Notes that other code has changed rows of the data."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None  # steps made before that was seen
+
+    @property
+    def not_covered(self) -> list[str]:
+        """Returns what the privacy statement says about them."""
+        return [] if self._first is None else [REWRITTEN.format(self._first)]
+
+    def note(self, steps_made: int) -> None:
+        """Notes it, and warns at the first time."""
+        if self._first is None:
+            self._first = steps_made
+            warn(WARNED_OF_ROWS.format(steps_made))
 
 
 def _is_mask(tensor: Tensor) -> bool:

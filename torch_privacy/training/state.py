@@ -22,7 +22,7 @@ from ..sampling.canaries import WithCanaries
 from ..sampling.examples import Examples
 from ..support.model_state import ModelTensors
 from ..support.validate import Refused
-from .bystanders import OutsideForwards
+from .bystanders import OutsideForwards, RewrittenRows
 from .placement import Placement, local_of
 from .reached_parameters import ReachedParameters
 from .rehearsals import Rehearsals
@@ -94,6 +94,7 @@ class State:
         tensors: the present tensors of the model.
         reached: the parameters that losses have reached.
         outside: knows forwards on rows of the data outside of a batch.
+        rewritten: knows whether other code has changed rows of the data.
         guard: notices updates by other code.
         releases: noise and batches of the present keys.
         rehearsals: know what was rehearsed.
@@ -107,6 +108,7 @@ class State:
     tensors: ModelTensors
     reached: ReachedParameters
     outside: OutsideForwards
+    rewritten: RewrittenRows = field(init=False, default_factory=RewrittenRows)
     guard: WeightGuard = field(init=False)
     releases: Releases = field(init=False)
     rehearsals: Rehearsals = field(init=False)
@@ -136,7 +138,7 @@ class State:
             self.guard.moved_otherwise(self.step),
             str(rehearsals.coupled or ""),
             frozenset(rehearsals.memory.notes),
-            (*rehearsals.watch.not_covered, *self.outside.not_covered),
+            (*rehearsals.watch.not_covered, *self.outside.not_covered, *self.rewritten.not_covered),
             generators(self.tensors.trained.values()),
             self.date or now(),
             callbacks,
