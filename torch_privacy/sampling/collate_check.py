@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils._pytree import tree_flatten
 
 from ..support.validate import Refused
-from .batches import BatchRequest, random_numbers_of
+from .batches import Batches, BatchRequest, random_numbers_of
 from .exchanged_items import digest_of
 from .fingerprint import Unhashable
 from .shadow import DatasetShadow
@@ -26,17 +26,18 @@ class CollateCheck:
     it has learned from the batch itself, such as a largest value or the number of a word, as each of its turns has it.
 
     Args:
-        collate_fn: the user's.
+        batches: have the user's ``collate_fn``.
 
     Attributes:
         notes: what could not be compared, in words.
     """
 
-    def __init__(self, collate_fn: Any):
+    def __init__(self, batches: Batches):
         self.notes: set[str] = set()
+        self._items_of = batches.items
         self._shadow: DatasetShadow | None = None
         try:
-            self._shadow = DatasetShadow.of(collate_fn)
+            self._shadow = DatasetShadow.of(batches.collate_fn)
         except Exception as error:  # of the user's code; the text may hold data
             self._give_up(f"it cannot be copied ({type(error).__name__})")
 
@@ -72,11 +73,10 @@ class CollateCheck:
         self._shadow = None
         self.notes.add(f"What collate_fn keeps of earlier batches was not compared, because {why}. {HARMLESS}")
 
-    @staticmethod
-    def _made_after(shadow: DatasetShadow, examples: DatasetExamples, others: BatchRequest) -> tuple[Any, ...]:
+    def _made_after(self, shadow: DatasetShadow, examples: DatasetExamples, others: BatchRequest) -> tuple[Any, ...]:
         """Returns shapes, structure and digests of what a copy makes of a few examples after these others."""
         requests = [others, examples.few(FEW)]
-        groups = [examples.fetched(request) for request in requests]  # anew, as collate_fn may write into items
+        groups = [self._items_of(request) for request in requests]  # anew, as collate_fn may write into items
         batch: Any = None
         with shadow.copy({}).in_place() as collate:
             for request, items in zip(requests, groups, strict=True):

@@ -135,10 +135,6 @@ class DatasetExamples:
         indices = self._batches.draw(self.generator, count, self._request.indices)
         return BatchRequest(indices, self._request.views, self.generator.bytes(32))
 
-    def fetched(self, request: BatchRequest) -> Any:
-        """Returns the items of a request, fetched anew."""
-        return self._batches.items(request)
-
     def sizes(self) -> np.ndarray | None:
         """Returns the number of numbers and letters in each example (count,); None where items are no list."""
         found = [_size(one) for one in _by_example(self.items, self._request.views)]

@@ -198,6 +198,6 @@ def make_rehearsals(setup: Setup, state: State, training: Any) -> Rehearsals:
         OtherOptimizers(setup.optimizer, while_alive(training, lambda alive: alive._runs.present_turn(), None)),
     )
     items = None if assumed else item_check(batches.dataset, None if owners is None else owners.numbers)
-    collate = None if assumed or batches.collate_fn is None else CollateCheck(batches.collate_fn)
+    collate = None if assumed or batches.collate_fn is None else CollateCheck(batches)
     steps, epoch = setup.account.steps_allowed, 1 / settings.sampling_probability
     return Rehearsals(setup.model, state.releases.draws, assumed, steps, epoch, watch, items, collate)
