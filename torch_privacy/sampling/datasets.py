@@ -39,9 +39,10 @@ def check_map_style(dataset: Any, name: str = "dataset") -> None:
 def check_taken_once(dataset: Any, where: str) -> None:
     """Refuses data that take a row more than once: in a subset, in parts that overlap, or as an entry of a list."""
     rows = _rows_behind(dataset, {})
-    values, first, counts = np.unique(rows, return_index=True, return_counts=True)
-    if len(values) == len(rows):
+    ordered = np.sort(rows)
+    if (ordered[1:] != ordered[:-1]).all():
         return
+    values, first, counts = np.unique(rows, return_index=True, return_counts=True)
     place = int(np.argmax(counts > 1))
     again = int(np.flatnonzero(rows == values[place])[1])
     raise Refused(

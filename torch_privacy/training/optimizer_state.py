@@ -15,30 +15,37 @@ from .placement import local_of
 class OptimizerMarks:
     """Remembers the tensors of an optimizer's state, such as momenta, and how often each was written into.
 
-    Writes through ``.data`` are not seen. Single numbers are left out: they count steps.
+    Writes through ``.data`` are not seen. Counts of steps are left out.
     """
 
     def __init__(self, optimizer: Optimizer):
         self._optimizer = optimizer
-        self._known = {place: (value, version_of(local_of(value))) for place, value in self._present().items()}
+        self._known = {(id(p), key): (value, _version(value)) for p, key, value in self._present()}
 
     def moved(self, parameters: Mapping[str, Tensor]) -> list[str]:
         """Returns the names of what is new or was written into since, for these parameters, unless it is zero."""
+        others = [place for place in self._present() if self._is_other(*place)]
+        if not others:
+            return []
         names = {id(p): name for name, p in parameters.items()}
         return [
-            f"{key} of {names[parameter]}"
-            for (parameter, key), value in self._present().items()
-            if parameter in names and self._is_other((parameter, key), value) and bool(local_of(value).any())
+            f"{key} of {names[id(p)]}" for p, key, value in others if id(p) in names and bool(local_of(value).any())
         ]
 
-    def _is_other(self, place: tuple[int, str], value: Tensor) -> bool:
-        known, version = self._known.get(place, (None, 0))
-        return known is not value or version_of(local_of(value)) != version
+    def _is_other(self, p: Tensor, key: str, value: Tensor) -> bool:
+        known, version = self._known.get((id(p), key), (None, 0))
+        return known is not value or _version(value) != version
 
-    def _present(self) -> dict[tuple[int, str], Tensor]:
-        return {
-            (id(parameter), key): value
-            for parameter, entries in self._optimizer.state.items()
-            for key, value in (entries.items() if isinstance(entries, Mapping) else ())
-            if isinstance(value, Tensor) and value.numel() > 1
-        }
+    def _present(self) -> list[tuple[Tensor, str, Tensor]]:
+        return [
+            (p, key, value)
+            for p, entries in self._optimizer.state.items()
+            if isinstance(entries, dict)
+            for key, value in entries.items()
+            if key != "step" and isinstance(value, Tensor) and (value.ndim or not p.ndim)
+        ]
+
+
+def _version(value: Tensor) -> int:
+    value = value if type(value) is Tensor else local_of(value)
+    return 0 if value.is_inference() else version_of(value)
