@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 KEPT, TEXT, PAGE = HERE / "results", HERE / "papers.txt", HERE / "papers.md"
 STATUSES = {"done": "done", "another way": "done another way", "left": "left"}
 TESTED = {  # test examples of experiments that have not 10,000
-    **{"gdp-imdb": 25_000, "gdp-imdb-lstm": 25_000, "jl-imdb": 25_000},
+    **{"gdp-imdb": 25_000, "gdp-imdb-lstm": 25_000, "jl-imdb": 25_000, "jl-imdb-trials": 25_000},
     **{"gdp-adult": 3_256, "gep-ablations": 8_000, "pate-mnist": 1_000, "pate-cifar10": 1_000},
 }
 
