@@ -169,7 +169,7 @@ CATALOG = (
         "tables, IMDb",
         "what the paper leaves open with exact norms: subwords, which words stay, padding, initial weights; needs the "
         "extra text",
-        3_600, 60, "IMDb",
+        5_400, 60, "IMDb",
         trains=True,
     ),
     Experiment(
