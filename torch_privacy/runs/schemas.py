@@ -17,7 +17,7 @@ def record(properties: dict[str, Any], *, optional: tuple[str, ...] = (), closed
 
 
 def array(items: dict[str, Any], most: int, least: int = 0) -> dict[str, Any]:
-    """Returns the schema of a list of at least and at most so many items."""
+    """Returns the schema of a list with ``least`` to ``most`` items."""
     return {"type": "array", "items": items, "maxItems": most, **({"minItems": least} if least else {})}
 
 

@@ -57,15 +57,16 @@ def doubt_of(schema: Schema, n: int, budget: LearningBudget) -> Doubt | None:
     lines = [f"[columns.{toml_key(target.name)}]", 'kind = "category"', 'categories = ["...", "..."]']
     if not is_declared:
         lines.append('or kind = "number", bounds = [0, 100] for a number')
-    most = "the " if budget.rows == 1 else "at most "  # the number of rows of owners is private
-    what = (
-        f"a class of the target {target.name!r} in fewer than about {threshold:,} of {most}{rows:,} rows cannot be "
-        "learnt at this epsilon"
-    )
+    is_of_owners = budget.rows > 1  # then the number of rows is private
     if threshold > rows:
         what = (
             f"the classes of the target {target.name!r} cannot be learnt at this epsilon: each takes about "
-            f"{threshold:,} rows, and there are {'at most ' * (budget.rows > 1)}{rows:,}"
+            f"{threshold:,} rows, and there are {'at most ' if is_of_owners else ''}{rows:,}"
+        )
+    else:
+        what = (
+            f"a class of the target {target.name!r} in fewer than about {threshold:,} of "
+            f"{'at most' if is_of_owners else 'the'} {rows:,} rows cannot be learnt at this epsilon"
         )
     is_certain = least > rows / 2
     return Doubt(what, ", ".join(lines), is_certain, is_certain or (not is_declared and threshold > TOO_RARE * rows))
