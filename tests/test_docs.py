@@ -301,9 +301,10 @@ PACKAGES = [
 
 
 def public_names(package: str) -> list[str]:
-    """Classes and functions that a package offers."""
+    """Classes and functions of its own that a package offers."""
     values = vars(import_module(f"torch_privacy.{package}"))
-    return [name for name, value in values.items() if name[0] != "_" and (isclass(value) or isfunction(value))]
+    own = {name: value for name, value in values.items() if name[0] != "_" and (isclass(value) or isfunction(value))}
+    return [name for name, value in own.items() if value.__module__.startswith("torch_privacy.")]
 
 
 def test_reference_names_public_modules_only():

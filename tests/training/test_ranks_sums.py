@@ -149,12 +149,13 @@ def learning_rates_differ(rank: int) -> None:
 
 
 def updates_differ(rank: int) -> None:
-    """One rank's optimizer has other moments, which its settings do not show."""
-    training = start(case(num_steps=6), "ddp", "sgd")
-    for batch in training:
-        if training.step(of_pair(training.model, batch)) and training.step_count == 1 and rank:
-            for state in training.optimizer.state.values():
-                state["momentum_buffer"].mul_(2)
+    """What each rank does after an update has one name and differs."""
+
+    def clamp(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.clamp_(-0.1 * (1 + rank), 0.1 * (1 + rank))
+
+    go(start(case(num_steps=6), "ddp", "sgd", after_update=clamp), of_pair)
 
 
 def data_differ(rank: int) -> None:

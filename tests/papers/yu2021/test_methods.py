@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.data.dataset import Data
-from torch_privacy.experiments import runner
+from torch_privacy.experiments import opening, runner
 from torch_privacy.experiments.fitting import new_training
 from torch_privacy_papers.yu2021 import ablations as gep_ablations
 from torch_privacy_papers.yu2021 import benefit as gep_benefit
@@ -64,7 +64,7 @@ def test_equal_split_is_the_papers_event():
 
 @pytest.mark.thorough
 def test_noise_that_is_given_takes_the_place_of_the_target(monkeypatch, tmp_path):
-    monkeypatch.setattr(runner, "load_trainable", lambda name: made_up().study())
+    monkeypatch.setattr(opening, "load_trainable", lambda name: made_up().study())
     run = runner.Run.start(tmp_path / "r", "made-up", **SMALL, noise_multiplier=3.0)
     assert run.settings.target_epsilon is None
     assert run.training.settings.noise_multiplier == 3.0
