@@ -36,6 +36,9 @@ TRIALS = {
     "padded after": {"pad": "after"},
     "PyTorch's initial weights": {"initial": "torch"},
     "rate 0.003": {"learning_rate": 0.003},
+    "rate 0.01": {"learning_rate": 0.01},
+    "PyTorch's initial weights, rate 0.003": {"initial": "torch", "learning_rate": 0.003},
+    "PyTorch's initial weights, rate 0.01": {"initial": "torch", "learning_rate": 0.01},
 }
 NOTES = (
     "Exact norms, 20 epochs, noise multiplier 0.6, clip norm 1, Adam at 0.001, as in jl-imdb, which has words, the "
