@@ -61,7 +61,7 @@ class RunDraws:
 AS_DRAWN, IN_EVAL = RunDraws(), RunDraws(in_eval=True)
 
 
-def is_time_first(shape: tuple[int, ...], count: int) -> bool:
+def may_be_time_first(shape: tuple[int, ...], count: int) -> bool:
     """True if the examples may be in the second dimension, behind the positions."""
     return len(shape) > 2 and shape[1] == count
 
@@ -85,7 +85,7 @@ class Drawn:
         """Counts a draw of this shape."""
         if math.prod(shape) <= self.count:
             self.few += 1
-        elif len(shape) < 2 or shape[0] != self.count or is_time_first(shape, self.count):
+        elif len(shape) < 2 or shape[0] != self.count or may_be_time_first(shape, self.count):
             self.unaligned += 1
 
     def restart(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .draws import AS_DRAWN, GOLDEN, MOST_CALLS, Drawn, Rule, RunDraws, is_time_first
+from .draws import AS_DRAWN, GOLDEN, MOST_CALLS, Drawn, Rule, RunDraws, may_be_time_first
 from .plain_draws import fixed_plain_draws
 from .random_state import in_eval, torch_generators
 
@@ -153,8 +153,8 @@ class FixedDraws(TorchDispatchMode):
     def quantiles(self, result: Tensor, *, apart: bool = True) -> Tensor:
         """Returns numbers between 0 and 1 for the entries of a result, as floating-point numbers.
 
-        Places in an example are those along all dimensions but the first, and but the second if it is as long as the
-        batch. Entries that should be equal differ by what rounding explains, so that sorting them is a
+        Places in an example are those along all dimensions but the first, and but the second if that one alone is as
+        long as the batch. Entries that should be equal differ by what rounding explains, so that sorting them is a
         permutation, too. They are equal unless ``apart``: a mask or a whole number near a threshold must not depend on
         the example's place in the batch.
         """
@@ -177,7 +177,9 @@ class FixedDraws(TorchDispatchMode):
             return [0] if self._draws.by_row and math.prod(shape) == self._drawn.count else []
         if len(shape) == 1:
             return [] if self._draws.by_row or shape[0] == self._drawn.count else [0]
-        return list(range(2 if is_time_first(shape, self._drawn.count) else 1, len(shape)))
+        # As many heads as examples are more usual than as many positions.
+        is_time_first = shape[:1] != (self._drawn.count,) and may_be_time_first(shape, self._drawn.count)
+        return list(range(2 if is_time_first else 1, len(shape)))
 
     def _spread(self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, dimensions: Sequence[int]) -> Tensor:
         """Returns a number for each entry that depends on its place along some dimensions; others have length 1."""

@@ -292,6 +292,7 @@ DRAWS = {
     "categories": lambda n: torch.multinomial(torch.ones(n, 9), 4),
     "dropout": lambda n: F.dropout(torch.ones(n, 5), 0.3),
     "numpy": lambda n: torch.from_numpy(np.random.randn(n, 5)),
+    "in each of 3 heads": lambda n: torch.rand(n, 3, 5),  # the part has as many examples
 }
 
 
