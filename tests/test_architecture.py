@@ -35,6 +35,13 @@ def test_matplotlib_is_imported_by_the_reports_alone():
     assert {module for module in importing if not module.startswith("runs.report")} == tried_before_a_run
 
 
+def test_random_numbers_of_ours_are_drawn_in_one_place():
+    """A rehearsal replaces what other code draws, so that checks would see one number for all."""
+    drawing = re.compile(r"^(?! *>>>| *\.\.\. ).*torch\.rand\w*\(.*generator=", re.MULTILINE)
+    found = {module for module, path in modules().items() if drawing.search(path.read_text())}
+    assert found == {"support.own_draws"}
+
+
 def test_no_modules_import_each_other_in_a_circle():
     assert architecture.circles() == []
 

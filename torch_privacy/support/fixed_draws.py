@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .draws import AS_DRAWN, GOLDEN, MOST_CALLS, Drawn, Rule, RunDraws, may_be_time_first
+from .own_draws import are_ours
 from .plain_draws import fixed_plain_draws
 from .random_state import in_eval, torch_generators
 
@@ -110,7 +111,7 @@ class FixedDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_over or torch.Tag.nondeterministic_seeded not in func.tags:
+        if self._is_over or are_ours.get() or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         names = [argument.name for argument in func._schema.arguments]
         if "dropout_p" in names:  # in fused attention

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .contents import MISSING, Saved, copied, has_entries, length_if_long, local_of, plain_type, same, values_in
 from .held_state import Entry, Modules, place_of, state_entries
+from .own_draws import randn
 from .script_modules import registries_of, scripted, takes_hooks
 from .versions import Versions
 
@@ -274,4 +275,4 @@ def _weights(device: torch.device) -> Tensor:
     """Returns the fixed random weights of the projections."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(_CHUNK, generator=generator, dtype=dtype, device="cpu").to(device)
+    return randn(_CHUNK, generator=generator, dtype=dtype).to(device)

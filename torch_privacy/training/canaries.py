@@ -24,6 +24,7 @@ from ..sampling.canaries import WithCanaries
 from ..sampling.variants import DatasetExamples
 from ..support.draws import IN_EVAL
 from ..support.model_state import ModelTensors
+from ..support.own_draws import randperm
 from ..support.validate import Refused
 from .draws import Share
 from .listeners import Listener
@@ -216,7 +217,7 @@ class CanaryScores:
         large = [name for name, p in parameters.items() if p.numel() >= m]
         if large:
             self._entries = {
-                name: torch.randperm(p.numel(), generator=generator, device="cpu")[:m].to(p.device)
+                name: randperm(p.numel(), generator=generator)[:m].to(p.device)
                 for name, p in parameters.items()
                 if name in large
             }

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 import torch_privacy as tp
 from torch_privacy.support.draws import Drawn, Rule, RunDraws
 from torch_privacy.support.fixed_draws import drawing
+from torch_privacy.support.own_draws import randint, randn
 
 N = 40
 
@@ -341,6 +342,14 @@ def test_whole_numbers_of_an_example_do_not_depend_on_its_place_in_the_batch(dra
         with drawing(RunDraws(Rule.BY_PLACE, key), 6):
             found = draw(torch.ones(6, 200, 100, dtype=torch.float32))
         assert torch.equal(found, found[:1].expand_as(found))
+
+
+@pytest.mark.parametrize("draw", [lambda g: randn(9, generator=g), lambda g: randint(99, (9,), generator=g)])
+def test_numbers_of_ours_are_not_replaced(draw):
+    """The direction of a fingerprint was one number for all entries if it was made at a level."""
+    expected = draw(torch.Generator().manual_seed(3))
+    with drawing(RunDraws(Rule.AT_LEVEL, 7, level=0.3), 4):
+        assert torch.equal(draw(torch.Generator().manual_seed(3)), expected)
 
 
 @pytest.mark.parametrize("level", [0.02, 0.5, 0.98])

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...support.own_draws import randint, randperm
+
 # Rounding of an example's b, and of other examples' terms that cancel, in units of the coarsest type's rounding.
 ROUNDING = 64
 CANCELLATION = 16
@@ -98,7 +100,7 @@ class Codes:
         self.num_digits = 1
         while self._base**self.num_digits < n:
             self.num_digits += 1
-        self._codes = torch.randperm(self._base**self.num_digits, generator=self._generator, device="cpu")[:n]
+        self._codes = randperm(self._base**self.num_digits, generator=self._generator)[:n]
         self._in_order, self._order = self._codes.sort()
 
     def cotangent(self, k: int) -> Tensor:
@@ -107,7 +109,7 @@ class Codes:
 
     def independent(self) -> Tensor:
         """Returns (n,), random factors that are independent of the codes."""
-        return self.value(torch.randint(self._base, self._codes.shape, generator=self._generator, device="cpu"))
+        return self.value(randint(self._base, self._codes.shape, generator=self._generator))
 
     def value(self, digit: Tensor) -> Tensor:
         """Returns the factor that encodes a digit."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from ...ops import AnyLayout, Layout
+from ...support.own_draws import randint
 from ..recording.backward import OpenNodes, backward_into
 from ..recording.calls import Call
 from ..recording.paths import RecordedGraph
@@ -192,7 +192,7 @@ class LayoutFinder:
         if self._peers.size == 1:
             is_due = self._layouts.spot_check_is_due()
         else:
-            is_due = not int(torch.randint(SPOT_CHECK, (), generator=fresh_generator(), device="cpu"))
+            is_due = not int(randint(SPOT_CHECK, (), generator=fresh_generator()))
         if not is_due:
             return True
         self.measured = True

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...ops import AnyLayout, Layout, Ragged
+from ...support.own_draws import randint
 from ...support.validate import Refused
 from ..recording.backward import gradients_at
 from ..recording.calls import Call
@@ -67,7 +68,7 @@ class Measurement:
 
     def agrees_in_part(self, known: Sequence[AnyLayout], portions: Sequence[Sequence[int]]) -> bool:
         """True if one random portion of the calls has the layouts that are known."""
-        portion = portions[int(torch.randint(len(portions), (), generator=fresh_generator(), device="cpu"))]
+        portion = portions[int(randint(len(portions), (), generator=fresh_generator()))]
         self.run(portion)
         regular = {
             number: [option for option in options if isinstance(option, Layout)]

@@ -28,6 +28,7 @@ from torch.autograd.graph import Node
 
 from ...ops import AnyLayout, Layout, Ragged
 from ...ops._base import is_half
+from ...support.own_draws import randn
 from ..parallel.agreement import ALONE, Peers
 from ..recording.backward import OpenNodes
 from .codes import Codes, Rounding, system_seed
@@ -269,7 +270,7 @@ def _product(rows: Tensor) -> Tensor:
 def _direction(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns (size,) normal numbers, seeded by the system; not by the ranks in common, because they are kept."""
     generator = torch.Generator().manual_seed(system_seed())
-    return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
+    return randn(size, generator=generator, dtype=torch.float32).to(device, dtype)
 
 
 def _stacked(sketches: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ...ops import COMPOSED
+from ...support.own_draws import randint
 from ...support.validate import Refused
 from .functions import decomposed
 
@@ -121,7 +122,7 @@ def _random_states(device: torch.device) -> list[Tensor]:
 def _places(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
     """Returns the indices in each dimension of random places in a tensor."""
     generator = torch.Generator().manual_seed(len(shape))
-    places = (torch.randint(max(size, 1), (SAMPLES,), generator=generator, device="cpu") for size in shape)
+    places = (randint(max(size, 1), (SAMPLES,), generator=generator) for size in shape)
     return tuple(place.to(device) for place in places)
 
 

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...support.own_draws import randn
 from ...support.torch_modes import backward_number, product_rounding
 from ...support.validate import Refused
 from ..layouts.codes import Codes, fresh_generator
@@ -155,7 +156,7 @@ def random_direction(p: Tensor) -> OuterProduct:
     """Returns the factors of a random direction, seeded by the system: of p's first dimension, and of the others."""
     generator, dtype = fresh_generator(), torch.promote_types(p.dtype, torch.float32)
     shapes = torch.Size([*p.shape[:1], 1])[:1], p.shape[1:]
-    factors = (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes)
+    factors = (randn(shape, generator=generator, dtype=torch.float32) for shape in shapes)
     left, right = (factor.to(p.device, dtype) for factor in factors)
     return left, right
 

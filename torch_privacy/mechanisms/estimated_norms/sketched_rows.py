@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...jacobian.layouts.codes import fresh_generator
 from ...jacobian.rows.check import ProjectionCheck, vjp
+from ...support.own_draws import randperm
 from .jvp import Project
 
 
@@ -70,7 +71,7 @@ class SketchedJacobian:
     def check_single_rows(self) -> None:
         """Raises unless the sum of all rows, and two rows drawn at random, agree with the projections."""
         n, finite = len(self.losses), bool(self.estimates.isfinite().all())
-        some = torch.randperm(n, generator=fresh_generator(), device="cpu")[:2].tolist()
+        some = randperm(n, generator=fresh_generator())[:2].tolist()
         single = [
             torch.zeros_like(self.losses).index_fill(0, torch.tensor(i, device=self.losses.device), 1) for i in some
         ]

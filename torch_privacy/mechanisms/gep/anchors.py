@@ -23,6 +23,7 @@ from ...model_check.rehearsal.comparison import written_into
 from ...sampling.batches import Batches, BatchRequest, Collate
 from ...sampling.datasets import check_map_style
 from ...support.model_state import ModelState, ModelTensors, MutationGuard
+from ...support.own_draws import randint, randn, randperm
 from ...support.random_state import RandomState, recording_disabled, seed_random_numbers
 from ...support.torch_modes import uncompiled, without_autocast
 from ...support.validate import Refused, whole
@@ -47,7 +48,7 @@ def random_labels(batch: Any, outputs: Tensor, generator: torch.Generator) -> Te
             f"random labels need outputs (m, ..., classes) with at least 2 classes; the model's have {got}. Pass "
             "labels= and loss= as in the model's training."
         )
-    labels = torch.randint(outputs.shape[-1], outputs.shape[:-1], generator=generator, device="cpu")
+    labels = randint(outputs.shape[-1], outputs.shape[:-1], generator=generator)
     return labels.to(outputs.device, non_blocking=True)
 
 
@@ -245,8 +246,7 @@ class Anchors:
 
     def _random_basis(self, draw: torch.Generator) -> Basis:
         drawn = {
-            group: torch.randn(self.quotas[group], size, generator=draw, device="cpu").to(self._like)
-            for group, size in self._sizes.items()
+            group: randn(self.quotas[group], size, generator=draw).to(self._like) for group, size in self._sizes.items()
         }
         columns = {g: Columns({name: self._shapes[name] for name in names}) for g, names in self.groups.items()}
         return Basis(columns, orthonormalize(drawn, draw))
@@ -286,7 +286,7 @@ class Anchors:
         groups = {group: names for group, names in self.groups.items() if group not in excluded}
         if not groups:
             return
-        order = torch.randperm(len(self._setting.dataset), generator=self._generator("examples", step), device="cpu")
+        order = randperm(len(self._setting.dataset), generator=self._generator("examples", step))
         chosen = order[: self._setting.count].sort().values
         for number, part in enumerate(chosen.split(self._setting.chunk_size)):
             jacobian = self._jacobian(model, tensors, part, (step, number))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...ops._base import CHUNK_FLOATS
+from ...support.own_draws import randint, randn
 from ...support.torch_modes import full_precision, without_autocast
 
 OVERSAMPLING = 16  # entries of a count sketch per direction
@@ -30,7 +31,7 @@ class CountSketch:
 
     def __init__(self, p: int, k: int, generator: torch.Generator, like: Tensor):
         self.width = min(p, OVERSAMPLING * k)
-        self._signs = _like(torch.randint(0, 2, (p,), generator=generator, device="cpu") * 2 - 1, like)
+        self._signs = _like(randint(0, 2, (p,), generator=generator) * 2 - 1, like)
 
     def __call__(self, *parts: Tensor) -> Tensor:
         """Maps vectors, given as consecutive parts (n, size), to (n, width)."""
@@ -54,7 +55,7 @@ class RandomStart:
 
     def __init__(self, p: int, k: int, generator: torch.Generator, like: Tensor):
         self._sketch = CountSketch(p, k, generator, like)
-        self._directions = _like(torch.randn(self._sketch.width, k, generator=generator, device="cpu"), like)
+        self._directions = _like(randn(self._sketch.width, k, generator=generator), like)
 
     def coordinates(self, parts: Sequence[Tensor]) -> Tensor:
         """Maps vectors, given as consecutive parts (n, size), to (n, k)."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...jacobian.rows.operator import Jacobian, RowsOfBatch
+from ...support.own_draws import randn
 
 # Entries of a fingerprint's direction before it repeats; a prime, so that no two rows of a weight get the same entries.
 PATTERN = 65_521
@@ -57,4 +58,4 @@ def _numbers(shape: torch.Size, device: torch.device, seed: int) -> Tensor:
 @cache
 def _pattern(device: torch.device, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(PATTERN, generator=generator, dtype=torch.float32, device="cpu").to(device)
+    return randn(PATTERN, generator=generator, dtype=torch.float32).to(device)
