@@ -131,9 +131,10 @@ class Jacobian:
             parts, separate = [joined.squared_norms()], others
         parts += [block.first_squared_norms() for block in separate]
         parts += [self._joint_squared_norms(joint, wanted)] if joint else []
-        parts = [part.to(self._device, self._sum_dtype) for part in parts]
+        dtype = self._sum_dtype  # asks all parameters
+        parts = [part.to(self._device, dtype) for part in parts]
         if len(parts) < 2:
-            return parts[0] if parts else torch.zeros(self.num_examples, device=self._device, dtype=self._sum_dtype)
+            return parts[0] if parts else torch.zeros(self.num_examples, device=self._device, dtype=dtype)
         return torch.stack(parts).sum(0)
 
     @exact
