@@ -3,7 +3,8 @@
 
 ``torch-privacy reproduce jl-imdb-trials`` trains the LSTM of ``jl-imdb`` with exact norms and its printed settings, and
 changes one thing at a time: subwords in place of words, the first 150 words in place of the last ones, padding after
-the words, PyTorch's initial weights, and the learning rate. The paper expects the accuracy of JL(1), 83.2 %.
+the words, PyTorch's initial weights, and the learning rate; and the last two together. The paper expects the accuracy
+of JL(1), 83.2 %.
 
 The paper's 8,185 tokens are as many as the subwords of this data set in TensorFlow Datasets. Ours are byte pairs,
 learnt from the training reviews; epsilon covers neither these nor the words.
@@ -42,7 +43,7 @@ TRIALS = {
 }
 NOTES = (
     "Exact norms, 20 epochs, noise multiplier 0.6, clip norm 1, Adam at 0.001, as in jl-imdb, which has words, the "
-    "last 150, padding before them and Keras' initial weights: each row changes one of these.",
+    "last 150, padding before them and Keras' initial weights: a row changes what its name says.",
     "The paper prints no accuracy with exact norms for 20 epochs; it expects that of JL(1).",
     "Words and subwords are taken from the training reviews without noise: epsilon does not cover them.",
 )
