@@ -49,6 +49,12 @@ def test_declared_runs_cost_what_their_composition_does(budget):
     assert budget.spent().high == privacy.compose(together).epsilon_high(1e-6)
 
 
+def test_runs_with_banded_noise_in_one_reservation_cost_what_their_composition_does(budget):
+    runs = [(privacy.BandedGaussian(4.0, 0.01, bands=20), 1)] * 3
+    budget.reserve(runs, "three short runs")
+    assert budget.spent().high == privacy.compose(runs).epsilon_high(1e-6)
+
+
 def test_run_after_the_first_begun_takes_a_share(budget):
     first = budget.reserve([(Gaussian(4.0), 1)], "first")
     exact = budget.spent([(Gaussian(4.0), 1)]).high

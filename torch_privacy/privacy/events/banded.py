@@ -59,6 +59,7 @@ class BandedGaussian(Event):
     run: int = 0
     neighboring_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
     unit: str = ONE_EXAMPLE
+    has_runs = True
 
     @property
     def sampler(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]

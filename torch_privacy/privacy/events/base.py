@@ -119,6 +119,7 @@ class Event:
     neighboring_relation: NeighboringRelation
     sampler: str
     unit: str = ONE_EXAMPLE
+    has_runs: bool = False  # True if each entry of a list is a run of its own, which is priced as a whole
 
     def __repr__(self) -> str:
         """Returns what Python prints for a dataclass, without the fields left at their default."""
@@ -235,11 +236,11 @@ def checked_releases(where: str, events: Any) -> list[tuple[Event, int]]:
 
 
 def releases_to_json(releases: Iterable[tuple[Event, int]]) -> list[dict[str, Any]]:
-    """Returns releases as plain JSON: each event once, with how often it occurs in all, as their order has no price."""
-    counts: Counter[Event] = Counter()
-    for event, count in releases:
-        counts[event] += count
-    return [{"event": event_to_dict(event), "count": count} for event, count in counts.items()]
+    """Returns releases as plain JSON: each event once, with how often it occurs in all, and each run by itself."""
+    counts: Counter[tuple[Event, int]] = Counter()
+    for place, (event, count) in enumerate(releases):
+        counts[event, place if event.has_runs else 0] += count
+    return [{"event": event_to_dict(event), "count": count} for (event, _), count in counts.items()]
 
 
 def event_to_dict(event: Event) -> dict[str, Any]:
