@@ -93,6 +93,22 @@ def test_pure_dp_is_the_largest_loss(event, epsilon, count):
         assert low == high == math.inf
 
 
+@pytest.mark.parametrize(
+    ("event", "epsilon"),
+    [
+        (privacy.RandomizedResponse(1e-9), 1e-9),
+        (privacy.KnownProfile((1e-17,), (0.0,)), 1e-17),
+        (privacy.PoissonSampled(privacy.Laplace(1e6), 0.5), math.log1p(0.5 * math.expm1(1e-6))),
+        (privacy.PoissonSampled(privacy.DiscreteLaplace(1e6), 1e-3), math.log1p(1e-3 * math.expm1(1e-6))),
+    ],
+    ids=repr,
+)
+def test_pure_dp_of_a_tiny_loss_is_enclosed(event, epsilon):
+    low, high = privacy.compose([(event, 1000)]).epsilon(0)
+    assert low <= 1000 * epsilon * (1 + 1e-14)
+    assert 1000 * epsilon * (1 - 1e-14) <= high < math.inf
+
+
 @pytest.mark.thorough
 @given(st.floats(0.01, 5), st.floats(1e-12, 0.1), st.integers(1, 5))
 def test_known_guarantee_is_returned_at_its_own_delta(epsilon, delta, count):

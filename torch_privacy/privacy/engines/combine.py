@@ -159,7 +159,8 @@ class BoundedCurve(Curve):
         self._engine = engine
         extremes = [(pair.extremes(swapped=swapped), count) for pair, count in steps]
         self._largest = sum(count * one.largest for one, count in extremes) * (1 + len(extremes) * UNIT)
-        self._rounding = (40 + 2 * len(extremes)) * UNIT
+        error = sum(count * one.error for one, count in extremes)
+        self._largest_low = max(self._largest * (1 - (40 + 2 * len(extremes)) * UNIT) - error, 0.0)
         self._infinite = _any_infinite([(one.infinite, count) for one, count in extremes])
 
     def delta(self, epsilon: float) -> Bracket[float]:
@@ -171,7 +172,7 @@ class BoundedCurve(Curve):
 
     def epsilon(self, delta: float) -> Bracket[float]:
         if delta == 0:
-            low = self._largest * (1 - self._rounding) if self._infinite == 0 else np.inf
+            low = self._largest_low if self._infinite == 0 else np.inf
             return Bracket(low, self.epsilon_high(delta))
         low, high = self._engine.epsilon(delta)
         return ordered(low, min(high, self._largest) if delta >= self._infinite else high)

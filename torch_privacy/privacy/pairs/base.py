@@ -28,10 +28,11 @@ class Tails(NamedTuple):
 
 
 class Extremes(NamedTuple):
-    """A bound on the finite losses of one step, and the probability of an infinite one."""
+    """A bound on the finite losses of one step, the probability of an infinite one, and the error of the bound."""
 
     largest: float
     infinite: float
+    error: float = 0.0
 
 
 class Nodes(NamedTuple):

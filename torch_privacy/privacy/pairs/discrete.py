@@ -62,7 +62,8 @@ class DiscretePair(DiscretizablePair):
             losses, p, q = -losses, q, p
         finite = np.isfinite(losses)
         error = 16 * UNIT * np.abs(np.log(p, where=p > 0, out=np.zeros(len(p))))
-        return Extremes(float((losses + error)[finite].max(initial=0.0)), float(p[losses == np.inf].sum()))
+        largest = float((losses + error)[finite].max(initial=0.0))
+        return Extremes(largest, float(p[losses == np.inf].sum()), 2 * float(error[finite].max(initial=0.0)))
 
     def second_moment(self) -> float:
         losses, p, _ = self._sorted
@@ -114,8 +115,10 @@ def pair_from_guarantees(epsilons: Array, deltas: Array) -> DiscretePair:
     symmetry at or below ``(e^-ε, 1 - e^-ε + e^-ε δ)``: at most the lower convex hull of these points. A kink of the
     hull at x is an outcome of likelihood ratio x; its Q-mass is the change of slope.
     """
-    x = np.concatenate([[0.0], np.exp(epsilons), np.exp(-epsilons)])
-    y = np.concatenate([[1.0], deltas, -np.expm1(-epsilons) + np.exp(-epsilons) * deltas])
+    above, below = np.exp(epsilons), np.exp(-epsilons)
+    some = np.asarray(epsilons) > 0  # one that is too small for floating point is no 0
+    x = np.concatenate([[0.0], np.where(some, np.nextafter(above, np.inf), 1.0), np.where(some, below, 1.0)])
+    y = np.concatenate([[1.0], deltas, -np.expm1(-epsilons) + below * deltas])
     order = np.lexsort((y, x))
     hull: list[tuple[float, float]] = []
     for point in zip(x[order].tolist(), np.minimum.accumulate(y[order]).tolist(), strict=True):

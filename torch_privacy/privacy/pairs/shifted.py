@@ -78,15 +78,34 @@ class GaussianNoise(NoiseLaw):
         return -(x**2) / 2
 
 
-@dataclass(frozen=True)
-class LaplaceNoise(NoiseLaw):
-    """Laplace noise of scale 1."""
+class ExponentialTails(NoiseLaw):
+    """A noise with tails in proportion to ``e^(-x / scale)``: masses of narrow cells keep their digits."""
 
+    scale: float
+    center: float  # the mass at 0
     bounded = True
 
     @property
     def reach(self) -> float:
         return 0.0
+
+    def mass(self, low: Array, high: Array) -> Array:
+        far_right, near_right = np.maximum(high, self.whole), np.maximum(low, self.whole)
+        far_left, near_left = np.maximum(self.whole - low, self.whole), np.maximum(self.whole - high, self.whole)
+        around = np.where((low < self.whole) & (high >= self.whole), self.center, 0.0)
+        return around + self._between(near_right, far_right) + self._between(near_left, far_left)
+
+    def _between(self, near: Array, far: Array) -> Array:
+        """Returns the mass in [near, far) of the right tail."""
+        return self.tail(near) * -np.expm1((near - far) / self.scale)
+
+
+@dataclass(frozen=True)
+class LaplaceNoise(ExponentialTails):
+    """Laplace noise of scale 1."""
+
+    scale = 1.0
+    center = 0.0
 
     def tail(self, x: Array) -> Array:
         return np.exp(-x) / 2
@@ -96,16 +115,15 @@ class LaplaceNoise(NoiseLaw):
 
 
 @dataclass(frozen=True)
-class DiscreteLaplaceNoise(NoiseLaw):
+class DiscreteLaplaceNoise(ExponentialTails):
     """Integers with a mass in proportion to ``e^(-|k| / scale)``."""
 
     scale: float
     whole = True
-    bounded = True
 
     @property
-    def reach(self) -> float:
-        return 0.0
+    def center(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return float(np.tanh(1 / (2 * self.scale)))
 
     def tail(self, x: Array) -> Array:
         return np.exp(-x / self.scale) / (1 + np.exp(-1 / self.scale))
