@@ -63,6 +63,19 @@ def test_a_grid_is_refused_before_its_first_fit_with_the_price_of_a_search(searc
     assert refits._FITS == []
 
 
+def test_copied_rows_are_refused_where_fits_count():
+    x, y = data(n=80, seed=0)
+    counted = classifier(refits="count")
+    with pytest.raises(tp.Refused, match="they were copied, as by BaggingClassifier"):
+        BaggingClassifier(counted, n_estimators=2, random_state=0).fit(x, y)
+    with pytest.raises(tp.Refused, match="they were copied, as by BaggingClassifier"):
+        PrivateScaler(noise_multiplier=10.0).fit(np.repeat(x, 2, axis=0))
+    assert refits._FITS == []
+    BaggingClassifier(counted, n_estimators=2, bootstrap=False).fit(x, y)
+    other_people = np.round(x)  # of few kinds
+    classifier().fit(other_people, y)
+
+
 def test_cross_validation_is_refused_by_name():
     x, y = data()
     with pytest.raises(ValueError, match="is a clone, as cross_val_score"):

@@ -90,7 +90,8 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         PRIVATE.
 
     Raises:
-        Refused: a fit that would spend epsilon on the same data again, or that does not fit into the budget;
+        Refused: a fit that would spend epsilon on the same data again, that does not fit into the budget, or to rows
+            that were copied;
             ``sample_weight``; whatever `PrivateTraining` refuses.
         ValueError: a parameter out of range, labels that ``classes`` lacks, NaN entries, fewer than
             two classes.

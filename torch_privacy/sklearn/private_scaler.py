@@ -105,7 +105,8 @@ class PrivateScaler(RemembersFits, OneToOneFeatureMixin, TransformerMixin, BaseE
         between this and an estimator, which refuses NaN. Infinite values are clipped like all others.
 
     Raises:
-        Refused: a fit that would spend epsilon on the same data again, or that does not fit into the budget.
+        Refused: a fit that would spend epsilon on the same data again, that does not fit into the budget, or to rows
+            that were copied.
         ValueError: bounds that are no such pair, not exactly one of ``epsilon`` and ``noise_multiplier``, or a number
             out of range; nothing was released.
         TypeError: sparse data, raised by scikit-learn.

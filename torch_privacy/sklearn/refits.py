@@ -23,6 +23,8 @@ Releases = Sequence[tuple[privacy.Event, int]]
 
 CHOICES = ("refuse", "count", "separate")
 RUNS = 10  # of the search that a refusal prices
+COPIED, SHARE_OF_COPIES = 5, 0.01  # least number of rows that were copied, and share of all rows that are copies
+NEARLY_ALL = 0.9  # share of different rows in which a feature has a value of its own, so that equal rows are copies
 
 _KEY = secrets.token_bytes(32)  # so that the digests say nothing about the rows to who reads them
 _PROCESS = f"{os.getpid()} {secrets.token_hex(8)}"
@@ -89,6 +91,14 @@ def digests(x: NDArray[Any]) -> NDArray[np.uint64]:
     return np.frombuffer(found, np.uint64)
 
 
+def _are_copied(x: NDArray[Any], rows: NDArray[np.uint64]) -> bool:
+    """Returns whether equal rows of x, which have equal digests, must be copies, and not other people's."""
+    counts = np.unique(rows, return_counts=True)[1]
+    if (counts > 1).sum() < COPIED or len(rows) - len(counts) < SHARE_OF_COPIES * len(rows):
+        return False
+    return any(len(np.unique(column)) >= NEARLY_ALL * len(counts) for column in x.T)
+
+
 def note_scaled(x: NDArray[Any], scaled: NDArray[Any]) -> None:
     """Notes what a scaler makes of rows (n, d): a fit to the ones is a fit to the others."""
     pairs = np.stack([digests(x), digests(scaled)], 1)
@@ -124,7 +134,8 @@ def begin_fit(
 
     Raises:
         Refused: by default, if the estimator is a clone, comes from another process, or if it, a clone of it, or
-            another estimator was fitted to some of these rows before. With "count" only if the process is another one.
+            another estimator was fitted to some of these rows before. With "count" only if the process is another one,
+            or rows were copied within x.
     """
     if refits not in CHOICES:
         raise ValueError(f"{where}: refits={refits!r} must be one of {', '.join(map(repr, CHOICES))}.")
@@ -141,6 +152,13 @@ def begin_fit(
             f"n_jobs=1. {_choices(refits)}"
         )
     rows = digests(x)
+    if refits != "separate" and _are_copied(x, rows):
+        raise Refused(
+            f"{where}: many rows are in X more than once, though a feature has a value of its own in nearly every "
+            "other one: they were copied, as by BaggingClassifier without bootstrap=False, or by an oversampler. Each "
+            "copy would count as an example, and epsilon be that of one. Nothing was released. Leave out the copies. "
+            f"{_choices('count')}"
+        )
     with _LOCK:
         fit = Fit(_in_all_scales(rows), origin.family, planned)
         earlier = [
