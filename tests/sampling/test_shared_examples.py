@@ -105,6 +105,7 @@ TWICE = {
     "entries of a list": lambda: [*zip(X, Y, strict=True)][:3] * 2,
     "records": lambda: records(X).select([4, 7, 4]),
     "joined records": lambda: joined(kept_records().select(range(9)), kept_records().select([20, 3])),
+    "slices of records": lambda: joined(kept_records().select(range(8, 14)), kept_records().select(range(10, 11))),
 }
 ONCE = {
     "a subset": lambda: Subset(Subset(PRIVATE, range(9, 3, -1)), [0, 5, -3]),

@@ -135,6 +135,16 @@ def test_certificate_lies_above_the_characteristic_function(pairs, log_c, swappe
         assert sum(part.times * part.log_size(frequency) for part in fine) <= bound + 1e-6
 
 
+def test_errors_are_relative_to_the_characteristic_function_itself():
+    """Far out, where it is small, the same rounding is a larger part of it."""
+    part = tilted(term(SubsampledGaussianPair(1.0, 0.3), 9, swapped=False), 0.5)
+    spacing = 0.5
+    log_size, angle, error = part.log_phi_at_multiples(spacing, 200)
+    phi = np.exp(log_size + 1j * angle)
+    assert np.abs(phi).min() < 0.1
+    assert (error * np.abs(phi) >= (1 - 1e-9) * part.phi_error(spacing * np.arange(200), np.abs(phi - 1))).all()
+
+
 def test_few_steps_and_unsmooth_pairs_are_left_to_the_lattice():
     with pytest.raises(Unresolved):
         contour.curve([(SubsampledGaussianPair(1.0, 0.01), 2)], swapped=False).epsilon(1e-5)
