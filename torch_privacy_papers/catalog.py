@@ -176,7 +176,7 @@ CATALOG = (
         "jl-large", JL, "bu2021.large:STUDY",
         "tables, large networks",
         "AlexNet, VGG-13 and a network of 17 M parameters by random projections: time and memory",
-        2400, 70, "MNIST, CIFAR-10",
+        4000, 70, "MNIST, CIFAR-10", trains=True,
     ),
     Experiment(
         "gep-mnist", GEP, "yu2021.mnist:STUDY",
