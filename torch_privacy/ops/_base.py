@@ -87,7 +87,7 @@ class Op(ABC):
 
     def project_outer(self, left: Tensor, right: Tensor) -> Tensor:
         """Returns J v (n,) for the direction v = left ⊗ right, of (shape[0],) and shape[1:]."""
-        return self.project((left.view(-1, *(1,) * right.ndim) * right).view(1, *self.shape))[:, 0]
+        return self.project(outer(left, right, self.shape).unsqueeze(0))[:, 0]
 
     @abstractmethod
     def weighted_sum(self, c: Tensor) -> Tensor:
@@ -188,6 +188,11 @@ class Use(ABC):
     def kind(self) -> str:
         """Name of the rule."""
         return type(self).__name__
+
+
+def outer(left: Tensor, right: Tensor, shape: torch.Size) -> Tensor:
+    """Returns left ⊗ right, of shape[:1] and shape[1:]."""
+    return (left.view(-1, *(1,) * right.ndim) * right).view(shape)
 
 
 def add_at(total: Tensor, index: Tensor, rows: Tensor) -> Tensor:

@@ -957,6 +957,13 @@ def token_model(forward):
     return Calls(forward, e=nn.Embedding(7, 4), lstm=nn.LSTM(4, 4, batch_first=True), f=nn.Linear(4, 2))
 
 
+def sorted_with_token(model, x):
+    """Sorts the examples, and puts them back; a token is expanded to all of them."""
+    order = x[:, 0].argsort()
+    y = model.f(torch.lerp(x[order], model.token.expand_as(x), 0.3))
+    return y[order.argsort()]
+
+
 def mixture(m, x):
     """Applies each example's best expert, one after the other."""
     p = m.gate(x).softmax(1)
@@ -1053,6 +1060,9 @@ INDEPENDENT = {
     "graphs of one size": lambda: Program(linear(of_graphs), of_sizes(4), lambda m, b: m(b).sin().sum(1), graphs),
     "experts": lambda: Program(
         Calls(mixture, gate=nn.Linear(D, 3), experts=nn.ModuleList(nn.Linear(D, 4) for _ in range(3))), points()
+    ),
+    "sorted, with a token for all": lambda: Program(
+        Calls(sorted_with_token, f=nn.Linear(D, 2), token=nn.Parameter(torch.randn(D))), points()
     ),
     "logits times ten": lambda: Program(linear(), labeled(), lambda m, b: cross_entropy(lambda x: m(x) * 10, b)),
     "losses times eight": lambda: Program(linear(), labeled(), lambda m, b: 8 * cross_entropy(m, b)),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...ops import Op
-from ...ops._base import in_sum_dtype
+from ...ops._base import in_sum_dtype, outer
 from ...ops.dense import Rows, sum_rows
 from ...ops.fallback import dense, for_each_cotangent
 from ...ops.linear import Linear
@@ -257,14 +257,22 @@ class Block:
         found = ([Rows(r).project(v[name].to(r)) for name, r in rows.items()] for _, rows in parts)
         return torch.cat([torch.stack(of_names).sum(0) for of_names in found])
 
-    def project_on(self, direction: Direction) -> Iterator[Tensor]:
-        """Yields, for each op, the products (n,) of its rows in the weight with one direction."""
+    def project_on(self, direction: Direction, parameters: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        """Yields products (n,), which add up to those of the rows with one direction in each parameter.
+
+        A direction in the weight would do, if the weight did not have a part for each example, as a token has that is
+        expanded to all examples: the product would then depend on where in the batch an example is.
+        """
         if self.dropped:
             yield self._product(direction)
-            return
-        left, right = direction(self.weight.shape, self.weight.device)
-        for op in self.ops:
-            yield op.project_outer(left.to(op.dtype), right.to(op.dtype))
+        elif self.direct or self.rearranged or self.way_back is not None:  # no weight of these has such parts
+            left, right = direction(self.weight.shape, self.weight.device)
+            for op in self.ops:
+                yield op.project_outer(left.to(op.dtype), right.to(op.dtype))
+        else:
+            places = {name: (parameters[name].shape, parameters[name].device) for name in self.names}
+            v = {name: outer(*direction(*place), place[0]).unsqueeze(0) for name, place in places.items()}
+            yield self.project(v, parameters)[:, 0]
 
     def products_of_sum(
         self, c: Tensor, directions: Mapping[str, OuterProduct], parameters: Mapping[str, Tensor]

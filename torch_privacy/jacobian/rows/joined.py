@@ -82,7 +82,7 @@ class JoinedBlocks:
             factors = [(left.to(self._rows.dtype), right.flatten().to(self._rows.dtype)) for left, right in factors]
             yield self._rows @ torch.cat([torch.outer(left, right).flatten() for left, right in factors])
         for block in self._of_outer:
-            yield from block.project_on(direction)
+            yield from block.project_on(direction, {})  # parameters themselves
 
 
 _summed_once = attrgetter("summed_once")

@@ -176,14 +176,14 @@ class Jacobian:
 
     @torch.no_grad()
     def project_on(self, direction: Direction) -> Tensor:
-        """Returns the product (n,) of each row with one direction, given in the space of the ops' weights.
+        """Returns the product (n,) of each row with one direction.
 
-        A weight may be computed from parameters: the direction is not pushed through that computation.
+        It is given in each parameter; in a weight instead that is the parameter in another order, or a distributed one.
         """
         total = torch.zeros(self.num_examples, dtype=self._sum_dtype, device=self._device)
         joined = self._joined
         others = [block for block in self._blocks if id(block) not in joined.ids]
-        parts = (part for block in others for part in block.project_on(direction))
+        parts = (part for block in others for part in block.project_on(direction, self._all))
         for part in chain(parts, joined.project_on(direction)):
             total = total + part.to(total.device)
         return total
