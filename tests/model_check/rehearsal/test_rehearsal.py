@@ -864,6 +864,19 @@ def test_an_image_without_a_batch_is_refused():
     assert [problem.check for problem in checkup.problems] == ["examples"]
 
 
+def test_a_gradient_that_other_examples_turn_is_refused_though_no_sizes_are_equal():
+    """No example can take the place of another one, so that a part of the batch alone must show it."""
+
+    def forward(m, batch):
+        y = m.f(torch.cat(batch))
+        turned = y * torch.sign(y.detach().abs().max() - 3.0)  # by the batch, at the same norm
+        y = y.detach() + turned - turned.detach()
+        return torch.stack([one.sin().sum() for one in y.split([*map(len, batch)])])
+
+    sizes = [torch.randn(k + 1, D) * (4 if k % 5 == 0 else 0.1) for k in range(N)]
+    assert_refused(Program(linear(forward), sizes, lambda m, b: m(b), list, match="the direction of the gradient"))
+
+
 # Programs that do not mix examples
 
 

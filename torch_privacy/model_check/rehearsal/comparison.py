@@ -142,8 +142,6 @@ class AnswerComparison:
             scale = b.nan_to_num(0).clamp(min=least)
             a, b = (torch.where(t <= UNDERFLOW, 0, t) for t in (a, b))
             check("the norm of the gradient", a, b, scale, eps, rows)
-            if is_part:  # a weight computed from parameters may have a part for each example, in another position
-                continue
             if group in original.rows.fingerprints and group in answers.rows.fingerprints:
                 a, b = answers.rows.fingerprints[group][theirs], original.rows.fingerprints[group][rows]
                 check("the direction of the gradient", a, b, torch.maximum(scale, b.abs().nan_to_num(0)), eps, rows)
