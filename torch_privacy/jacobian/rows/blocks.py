@@ -260,12 +260,12 @@ class Block:
     def project_on(self, direction: Direction, parameters: Mapping[str, Tensor]) -> Iterator[Tensor]:
         """Yields products (n,), which add up to those of the rows with one direction in each parameter.
 
-        A direction in the weight would do, if the weight did not have a part for each example, as a token has that is
-        expanded to all examples: the product would then depend on where in the batch an example is.
+        A direction in the weight would not do: its shape may differ from run to run, and with a part for each example,
+        as a token has that is expanded to all, the product would depend on where in the batch an example is.
         """
         if self.dropped:
             yield self._product(direction)
-        elif self.direct or self.rearranged or self.way_back is not None:  # no weight of these has such parts
+        elif self.direct or self.way_back is not None:  # no direction can be pushed to a part on this rank
             left, right = direction(self.weight.shape, self.weight.device)
             for op in self.ops:
                 yield op.project_outer(left.to(op.dtype), right.to(op.dtype))

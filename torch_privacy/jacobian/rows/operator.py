@@ -178,7 +178,7 @@ class Jacobian:
     def project_on(self, direction: Direction) -> Tensor:
         """Returns the product (n,) of each row with one direction.
 
-        It is given in each parameter; in a weight instead that is the parameter in another order, or a distributed one.
+        It is given in each parameter, and in a weight instead where ranks have parts of it.
         """
         total = torch.zeros(self.num_examples, dtype=self._sum_dtype, device=self._device)
         joined = self._joined

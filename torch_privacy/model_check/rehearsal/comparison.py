@@ -22,7 +22,8 @@ TIGHT = 64  # units of rounding by which losses at equal shapes may differ
 TIGHT_ROWS = 1024  # the same for rows, which are long sums; in most networks both are equal to the last bit
 ALIKE = 1e-5  # relative difference of answers that were computed twice
 NEGLIGIBLE = 1e-6  # rows this much shorter than the longest are not compared where shapes depend on the data
-COARSE = 0.02  # relative difference that is allowed in the rows of a part of the batch
+COARSE = 0.02  # relative difference that is allowed in the norms of the rows of a part of the batch
+TURNED = 0.2  # the same in their products with a direction: at a kink, such as a maximum, rounding turns a gradient
 UNDERFLOW = 1e-14  # norms up to this one may be bounds, of more than the row: float32 loses the squares behind them
 
 LOSS, FACTOR = "the loss", "the clip factor"
@@ -68,7 +69,12 @@ class AnswerComparison:
     Args:
         count: number of examples in the batch.
         units: (count,) number of the row that each example belongs to; None if each example has a row of its own.
+
+    Attributes:
+        parts_alone: only parts can be compared, because no example fits in the place of another one.
     """
+
+    parts_alone = False
 
     def __init__(self, count: int, units: np.ndarray | None):
         self._count, self._units = count, units
@@ -142,9 +148,19 @@ class AnswerComparison:
             scale = b.nan_to_num(0).clamp(min=least)
             a, b = (torch.where(t <= UNDERFLOW, 0, t) for t in (a, b))
             check("the norm of the gradient", a, b, scale, eps, rows)
+            if is_part and not self.parts_alone:
+                continue
+            of_products = max(eps, TURNED**2 / 4) if is_part else eps
             if group in original.rows.fingerprints and group in answers.rows.fingerprints:
                 a, b = answers.rows.fingerprints[group][theirs], original.rows.fingerprints[group][rows]
-                check("the direction of the gradient", a, b, torch.maximum(scale, b.abs().nan_to_num(0)), eps, rows)
+                check(
+                    "the direction of the gradient",
+                    a,
+                    b,
+                    torch.maximum(scale, b.abs().nan_to_num(0)),
+                    of_products,
+                    rows,
+                )
         for name, factors in original.rows.factors.items():
             a, b = answers.rows.factors[name][theirs], factors[rows]
             largest = float(b.abs().max()) if len(b) and loose else 0.0

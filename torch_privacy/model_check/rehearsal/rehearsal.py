@@ -168,6 +168,7 @@ class Rehearsal:
             self._examples, self._comparison, self._generator, run, self._memory.notes, thorough=self._is_thorough
         )
         replaced = yield from self._replacements(run, redrawn)
+        self._comparison.parts_alone = not replaced
         removed = yield from self._removals(run, redrawn, replaced)
         original = yield from run(Turn(self._examples.batch, self._examples.count, is_batch=True))
         if moved:
