@@ -970,6 +970,13 @@ def token_model(forward):
     return Calls(forward, e=nn.Embedding(7, 4), lstm=nn.LSTM(4, 4, batch_first=True), f=nn.Linear(4, 2))
 
 
+def with_positions(m, batch):
+    """Returns losses of texts that are padded in the model; the positions are those of the longest one."""
+    x = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
+    own = (x != 0).any(2, keepdim=True)
+    return ((m.f(x) + m.p(torch.arange(x.shape[1]).repeat(len(x), 1))).sin() * own).sum((1, 2))
+
+
 def sorted_with_token(model, x):
     """Sorts the examples, and puts them back; a token is expanded to all of them."""
     order = x[:, 0].argsort()
@@ -1076,6 +1083,12 @@ INDEPENDENT = {
     ),
     "sorted, with a token for all": lambda: Program(
         Calls(sorted_with_token, f=nn.Linear(D, 2), token=nn.Parameter(torch.randn(D))), points()
+    ),
+    "positions repeated, and no sizes equal": lambda: Program(
+        Calls(with_positions, f=nn.Linear(D, 4), p=nn.Embedding(N, 4)),
+        [torch.randn(k + 1, D) for k in range(N)],
+        lambda m, b: m(b),
+        list,
     ),
     "logits times ten": lambda: Program(linear(), labeled(), lambda m, b: cross_entropy(lambda x: m(x) * 10, b)),
     "losses times eight": lambda: Program(linear(), labeled(), lambda m, b: 8 * cross_entropy(m, b)),
