@@ -288,6 +288,10 @@ class TestClasses:
         found = sum(1 in find_classes(y, 2.0, 2.0, seed).classes for seed in range(400)) / 400
         assert abs(found - 0.2) < 4 * (0.16 / 400) ** 0.5
 
+    def test_two_searches_that_find_the_same_classes_are_two_releases(self):
+        found = [find_classes(np.array([0, 1] * 200), 2.0, 1e-5, None).releases for _ in range(2)]
+        assert len({release.fingerprint for releases in found for release in releases}) == 4
+
     @pytest.mark.parametrize("kind", [str, bytes])
     def test_the_length_of_a_label_that_is_not_found_stays_secret(self, kind):
         """The type of the classes was as wide as the longest label of one example."""

@@ -107,6 +107,14 @@ def test_price_is_within_the_budget_and_nearly_used(learnt):
     assert len({release.fingerprint for release in learnt.releases}) == 4
 
 
+def test_two_learnings_with_one_outcome_are_two_releases():
+    """Where no category was found, both had one fingerprint: a budget, and an engine of Opacus, counted one."""
+    columns = Column("rare", "category"), Column("y", "category", categories=("a", "b"))
+    frame = pd.DataFrame({"rare": [str(k) for k in range(50)], "y": ["a", "b"] * 25})
+    twice = [learn(frame, Schema(columns, "", None), epsilon=1.0, delta=1e-6).releases for _ in range(2)]
+    assert len({(release.event, release.fingerprint) for releases in twice for release in releases}) == 4
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 1e-6), (8.0, 1e-9)])
 def test_budget_is_met_from_below(epsilon, delta):

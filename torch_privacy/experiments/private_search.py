@@ -25,6 +25,7 @@ from torch_privacy.experiments.search import TRIED, Candidate, trained
 from torch_privacy.experiments.task import ACCURACY, Settings, Task, check_numbers, check_settings, number_of_steps
 from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.privacy.budget_file import new_run
+from torch_privacy.privacy.release import new_fingerprint
 from torch_privacy.privacy.search import search_privately
 from torch_privacy.privacy.spent import CHOICE_OF_SETTINGS
 from torch_privacy.privacy.summary import attacker_as_json
@@ -91,7 +92,7 @@ class PrivateSearch:
                 reservation = reserve(budget, [(self.event, 1)], what, data, run=ledger.run, ledger=folder.ledger)
                 reservation.begin()
                 reservation.settle()  # its price does not depend on how it ends
-            ledger.record(self.event, 0, "search")
+            ledger.record(self.event, 0, new_fingerprint("search"))
             ledger.close()
             found = search_privately(self._one_run, range(len(self.candidates)), self.event)
             if found is None:

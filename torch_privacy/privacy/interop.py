@@ -25,7 +25,7 @@ from .ledger import Ledger
 from .pairs.discrete import LaplacePair
 from .pairs.gaussian import SubsampledGaussianPair
 from .pairs.group import GroupPair
-from .release import Release
+from .release import Release, new_fingerprint
 from .selection import Repeated
 
 Releases = Iterable[tuple[Event, int]]
@@ -94,7 +94,7 @@ def ledger_from_dp_event(event: Any, path: str | os.PathLike[str] | None = None)
     ledger = Ledger(path)
     for release, count in from_dp_event(event):
         for _ in range(count):
-            ledger.record(release, len(ledger), "from dp-accounting")
+            ledger.record(release, len(ledger), new_fingerprint("from dp-accounting"))
     return ledger
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides `Release`, one entry of a ledger, why such are not private, and which descriptions are of one sum."""
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ class Release:
 
     Args:
         event: the release's description.
-        fingerprint: distinguishes it from other releases of the same event, such as a digest of what was released.
+        fingerprint: distinguishes it from other releases of the same event, such as a digest of many noisy numbers. Two
+            with one event and one fingerprint may be counted as one.
         warning: the reason why it is not private; "" if it is.
     """
 
@@ -25,6 +27,11 @@ class Release:
 
     def __post_init__(self) -> None:
         check_event("privacy.Release", self.event)
+
+
+def new_fingerprint(what: str) -> str:
+    """Returns a fingerprint that no other release has; a digest of the outcome is shared by those with equal ones."""
+    return f"{what}: {secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from scipy.special import ndtri
 
 from .. import privacy
 from ..mechanisms.noise import Noise, key_from_test_seed
+from ..privacy.release import new_fingerprint
 
 Array = NDArray[Any]
 
@@ -61,6 +61,5 @@ def find_classes(y: Array, epsilon: float, delta: float, test_seed: int | None) 
     found = classes[noisy["counts"].numpy() > threshold]
     if found.dtype.kind in "SU":  # as wide as the longest label of y, be it found or not
         found = np.array(found.tolist())
-    digest = hashlib.sha256(repr(found.tolist()).encode()).hexdigest()
-    releases = tuple(privacy.Release(event, digest) for event in events_of(noise, delta))
+    releases = tuple(privacy.Release(event, new_fingerprint("classes")) for event in events_of(noise, delta))
     return FoundClasses(found, threshold, noise, releases)

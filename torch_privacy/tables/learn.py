@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import privacy
+from ..privacy.release import new_fingerprint
 from ..support.validate import positive, strictly_between, whole
 from ..training.bound_data import reserve
 from .cells import Cells, dates, numbers, read_cells
@@ -181,10 +180,8 @@ class _Learning:
         counts = MappingProxyType({name: MappingProxyType(values) for name, values in self._counts.items()})
         return Learnt(schema, tuple(self.releases), tuple(self._notes), counts, self._budget.counts.stddev)
 
-    def _record(self, what: str, rho: float, released: Any, delta: float = 0.0) -> None:
-        text = json.dumps([what, released], sort_keys=True, ensure_ascii=False)
-        fingerprint = f"{what}: {hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
-        release = privacy.Release(privacy.ZeroConcentrated(rho, delta), fingerprint)
+    def _record(self, what: str, rho: float, delta: float = 0.0) -> None:
+        release = privacy.Release(privacy.ZeroConcentrated(rho, delta), new_fingerprint(what))
         if self._keep is not None:
             self._keep(release)
         self.releases.append(release)
@@ -195,7 +192,7 @@ class _Learning:
         exact = [int((of == i).sum()) for names, of in sorts.values() for i in range(len(names))]
         noise = self._budget.counts
         released = noisy_counts(np.array(exact, np.int64), noise).tolist()
-        self._record("counts", noise.rho, released)
+        self._record("counts", noise.rho)
         following = iter(released)
         return {name: {sort: next(following) for sort in names} for name, (names, _) in sorts.items()}
 
@@ -264,7 +261,7 @@ class _Learning:
             }
         noise = replace(budget.noise, groups=len(chosen))
         released, threshold = frequent(exact, noise, budget.delta)
-        self._record("categories", budget.noise.rho, released, budget.delta)
+        self._record("categories", budget.noise.rho, budget.delta)
         for place, name in enumerate(chosen):
             start = f"{place} "
             found = {key.removeprefix(start): count for key, count in released.items() if key.startswith(start)}
@@ -322,9 +319,7 @@ class _Learning:
             return
         noise = CountNoise(self._budget.rows, len(chosen), rho / 2)
         values = {name: self._values(column) for name, column in chosen.items()}
-        made, lost = learn_ranges(
-            chosen, values, noise, target, lambda noise, counts: self._record("bounds", noise.rho, counts)
-        )
+        made, lost = learn_ranges(chosen, values, noise, target, lambda noise: self._record("bounds", noise.rho))
         self._columns |= made
         for name in lost:
             if name == target:

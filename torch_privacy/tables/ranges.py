@@ -27,7 +27,7 @@ def learn_ranges(
     values: Mapping[str, NDArray[np.float64]],
     noise: CountNoise,
     target: str,
-    record: Callable[[CountNoise, list[int]], None],
+    record: Callable[[CountNoise], None],
 ) -> tuple[dict[str, Column], list[str]]:
     """Returns the columns with bounds and scales, and the names of those without bounds of which nothing stood out.
 
@@ -36,12 +36,12 @@ def learn_ranges(
         values: of each column, (n,), NaN where missing; those beyond declared bounds count at their end.
         noise: on each of the two histograms, of which a row is in one bin of each column.
         target: is never replaced with its logarithm, as the mean of a logarithm is not that of the number.
-        record: gets noise and released counts of each histogram before they are used.
+        record: gets the noise of each histogram before its counts are used.
     """
 
     def release(counts: NDArray[np.int64]) -> NDArray[np.int64]:
         released = noisy_counts(counts, noise)
-        record(noise, released.tolist())
+        record(noise)
         return released
 
     ranges = find_ranges(
