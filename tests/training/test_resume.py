@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from trainings import (
 )
 
 import torch_privacy as tp
+from torch_privacy.runs.folder import RunFolder
 
 
 @pytest.mark.thorough(but=2)
@@ -136,6 +138,25 @@ def test_resumed_run_is_the_uninterrupted_one(stop):
     assert seen + train(second) == batches
     assert torch.equal(parameters_of(second), parameters_of(whole))
     assert second.ledger.state_dict() == whole.ledger.state_dict()
+
+
+@pytest.mark.parametrize("replay", ["exact", "skip"])
+def test_a_declared_stop_is_not_that_of_later_steps(tmp_path, replay):
+    """The ledger may have more steps than the state, and outcomes may have decided to stop after these."""
+    first = training_of(run_folder=RunFolder(tmp_path), delta=1e-3)
+    train(first, steps=2)
+    first.declare_stop("the hour was up")
+    state = first.state_dict()
+    train(first, steps=4)
+    planned = first.spent().planned
+    first.ledger.close()
+    second = training_of(run_folder=RunFolder(tmp_path), delta=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # skipped updates are lost
+        second.load_state_dict(state, replay)
+    statement = second.statement()
+    assert not statement["stop"]["independent_of_data"]
+    assert statement["epsilon"]["high"] == planned.high
 
 
 def with_dropout():

@@ -93,7 +93,6 @@ class Resuming:
             "coupled": None if coupled is None else asdict(coupled),
             "noise_key": releases.noise.key.hex(),
             "sampler_key": releases.draws.sampler.key.hex(),
-            "stop_reason": state.stop_reason,
             "ledger": setup.ledger.state_dict(),
             **({} if self._data is None else {"data": self._data}),
             **({} if self.files is None else {"losses": self.files.losses.read().state_dict()}),
@@ -124,7 +123,7 @@ class Resuming:
         if self.files is not None:
             self.files.losses.load(saved.get("losses"))
         state.rehearsals.load(saved)
-        state.stop_reason = saved["stop_reason"]
+        state.stop_reason = None  # the ledger may have later steps, and of their stop nothing was declared
         if replay is None:
             replay = "exact" if saved["placement"] == setup.placement.in_words else "skip"
         if replay == "skip":

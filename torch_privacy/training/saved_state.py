@@ -27,7 +27,6 @@ STATE = record(  # what state_dict returns; mechanism and ledger check their own
         "coupled": {"oneOf": [COUPLED, {"type": "null"}]},
         "noise_key": KEY,
         "sampler_key": KEY,
-        "stop_reason": {"type": ["string", "null"]},
         "ledger": {
             "type": "object",
             "required": ["ledger", "events", "releases"],
