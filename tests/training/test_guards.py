@@ -349,6 +349,17 @@ def test_an_optimizer_that_other_code_fills_before_the_first_step_is_not_private
 
 
 @pytest.mark.filterwarnings("ignore:.*the trained weights were changed")
+def test_an_optimizer_that_other_code_fills_between_two_loops_is_not_private():
+    model = network()
+    training = training_of(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
+    loop(training, steps=2)
+    training.optimizer.state[model[2].weight]["momentum_buffer"].add_(1)
+    loop(training)
+    assert training.statement()["private"] is False
+    assert training.state_dict()["moved_otherwise"] == "first seen after step 2, in 'momentum_buffer of 2.weight'"
+
+
+@pytest.mark.filterwarnings("ignore:.*the trained weights were changed")
 def test_the_ledger_says_that_weights_moved_before_a_release_that_depends_on_it(tmp_path):
     """So the file is right if the process is killed at any time."""
     training, found = training_of(run_folder=tmp_path), []

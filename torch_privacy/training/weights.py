@@ -234,8 +234,7 @@ class WeightGuard:
         self.check_not_lent()
         self._leave = BEFORE_EVERY_STEP.add(self._check)
         if self._marks is None:
-            self._marks = WeightMarks(self._trained())
-        self._optimizer_marks = OptimizerMarks(self._optimizer)
+            self.accept(self._moved_otherwise)
 
     def deactivate(self) -> None:
         """Lets every step pass again."""
