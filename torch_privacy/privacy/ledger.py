@@ -68,6 +68,7 @@ class Ledger:
         self.purpose, self.run = purpose, run
         self.reason = Reason()  # why the releases are not private
         self._events: list[Event] = []  # each distinct event once
+        self._indices: dict[Event, int] = {}  # of the events
         self._releases: list[tuple[int, str]] = []  # index into events, fingerprint
         self._merged: tuple[list[tuple[Event, int]], int] = [], 0  # equal neighbors merged, and the number of releases
         self._pending: PendingRelease | None = None  # what is being recorded
@@ -135,11 +136,10 @@ class Ledger:
             return
         if step > len(self._releases):
             raise Refused(f"Ledger.record: step={step} comes after step {len(self) - 1}; steps must not leave gaps.")
-        known = event in self._events
-        if not known:
-            check_event("Ledger.record", event)
-        index = self._events.index(event) if known else len(self._events)
-        lines: list[Line] = [] if known else [{"define": index, "event": event_to_dict(event)}]
+        check_event("Ledger.record", event)
+        index, lines = self._indices.get(event, len(self._events)), list[Line]()
+        if index == len(self._events):
+            lines.append({"define": index, "event": event_to_dict(event)})
         lines.append({"step": step, "event": index, "fingerprint": fingerprint})
         if self._file is None:
             self._pending = PendingRelease(0, event, index, step, fingerprint)
@@ -170,6 +170,7 @@ class Ledger:
         if self._file is None or self._file.size == pending.size:
             if len(self._events) == pending.index:
                 self._events.append(pending.event)
+            self._indices.setdefault(pending.event, pending.index)
             if len(self._releases) == pending.step:
                 self._releases.append((pending.index, pending.fingerprint))
         self._pending = None
@@ -339,7 +340,9 @@ class Ledger:
                 raise ValueError(f"purpose {self.purpose!r} or run {self.run!r} is not a string")
         elif "define" in line:
             _check_whole(line["define"], len(self._events), "events are defined in order")
-            self._events.append(event_from_dict(line["event"]))
+            event = event_from_dict(line["event"])
+            self._indices.setdefault(event, len(self._events))
+            self._events.append(event)
         elif "warning" in line:
             self.reason.take(line["warning"])
         else:
