@@ -205,6 +205,17 @@ def test_forwards_of_large_tensors_are_shared(width, group_size, expected):
     assert expected in projector.explain().partition(";")[0]
 
 
+def test_directions_run_one_by_one_where_the_forward_cannot_be_shared():
+    model, x = calls(through_numpy)
+    call = ForwardCall(model, (x,), {}, RandomState())
+    out = model(x)
+    call.record_output(out)
+    projector = Projector(Projections(R))
+    projector.jacobian(out.square().sum(1), trained(model), [call], Directions(bytes(32), 0, 0))
+    assert projector.strategy == "forward mode, one direction after the other"
+    assert call.shared is None
+
+
 class Recurrent(nn.Module):
     """An LSTM with the losses depending on all its arguments and results."""
 

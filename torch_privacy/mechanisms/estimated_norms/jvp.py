@@ -94,11 +94,11 @@ class ForwardCall:
         try:
             with torch.no_grad(), differentiable_twice(self.model), warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # raised by torch when it loads its forward mode
+                # what sharing left when it failed is not for the modes that are tried next
+                self.shared = (self.shared or SharedForward()) if batching is BatchingMode.SHARED else None
                 if batching is BatchingMode.TOGETHER:
                     self.random_state.restore()
                     return list(vmap(lambda one: jvp(self._outputs, (detached,), (one,))[1], randomness="same")(v))
-                if batching is BatchingMode.SHARED:
-                    self.shared = self.shared or SharedForward()
                 count = len(next(iter(v.values())))
                 each = [self._tangents_along({name: d[j] for name, d in v.items()}, detached) for j in range(count)]
                 return [torch.stack(tangents) for tangents in zip(*each, strict=True)]
