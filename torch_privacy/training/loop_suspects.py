@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -57,7 +58,7 @@ class Suspect:
         self.changes_in_turn = False
         self.is_named = False  # whether the user was warned
         self._variables = [*variables]
-        self._points: list[tuple[int, float]] = []
+        self._steps, self._numbers = array("q"), array("d")
         self._tensors: list[Tensor] | None = None
         self._begun: list[Any] = []
 
@@ -87,9 +88,10 @@ class Suspect:
         values = [variable.read() for variable in self._variables]
         number = _number(values[0]) if len(values) == 1 else None
         if number is not None:
-            if not self._points or self._points[-1][0] != step:
-                self._points.append((step, number))
-                self.verdict = follows_steps(self._points)
+            if step not in self._steps[-1:]:
+                self._steps.append(step)
+                self._numbers.append(number)
+                self.verdict = follows_steps(np.array(self._steps), np.array(self._numbers))
             return
         pairs = _pairs(self._variables, values, weights)
         self.verdict = False if pairs is None else self._follows_weights(pairs)
@@ -110,9 +112,8 @@ def _number(value: Any) -> float | None:
     return float(value.item()) if is_one else None
 
 
-def follows_steps(points: Sequence[tuple[int, float]]) -> Verdict:
+def follows_steps(steps: np.ndarray, values: np.ndarray) -> Verdict:
     """Returns whether the values at these steps are those of a clock: affine, geometric or periodic, within bounds."""
-    steps, values = np.array([step for step, _ in points]), np.array([value for _, value in points])
     if len(values) < 3 or np.ptp(values) == 0:
         return None
     moving = _moving_part(values)
