@@ -6,10 +6,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import inspect
 import re
 import time
 import warnings
+import weakref
 from collections import Counter, deque
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -811,6 +813,27 @@ def test_another_network_that_learns_in_the_loop_is_named():
         train()
     assert len(seen) == 1
     assert [line for line in training.statement()["not_covered"] if "SGD" in line and "maker" in line]
+
+
+def test_networks_that_are_made_anew_in_each_step_are_named_once_and_not_held():
+    model, made = network(), []
+    training = training_of(model)
+
+    def train():
+        for x, y, _ in training:
+            if training.step(errors(model, x, y)):
+                probe = nn.Linear(2, 1)
+                other = torch.optim.SGD(probe.parameters(), lr=0.1)
+                probe(torch.ones(1, 2)).sum().backward()
+                other.step()
+                made.append(weakref.ref(probe.weight))
+
+    with pytest.warns(UserWarning, match="SGD made a step for 'probe'") as seen:
+        train()
+    assert len(seen) == 1
+    assert len([line for line in training.statement()["not_covered"] if "SGD" in line]) == 1
+    gc.collect()
+    assert len([one for one in made if one() is not None]) <= 1  # contents of the last rehearsed batch
 
 
 def test_steps_outside_of_the_loop_and_perturbations_of_one_turn_are_not_named():

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..sampling.batches import Batches, BatchRequest
 from ..support.every_step import AFTER_EVERY_STEP
@@ -46,6 +47,7 @@ WARNED_OF_ROWS = (
     "on a mean, or on losses, no epsilon covers that, and the privacy statement says so under not_covered. Make each "
     "from its own row and the released weights alone."
 )
+NOTED = object()
 PROBED = 32  # examples of the data set that are compared with the rows of other forwards
 FEWEST = 2  # of them that must be among these rows
 PREFIX = 16  # whole numbers of a row, such as tokens, which may be followed by padding
@@ -63,20 +65,23 @@ class OtherOptimizers:
 
     def __init__(self, own: Optimizer, turn: Callable[[], Any]):
         self._own, self._turn = own, turn
-        self._names: dict[int, tuple[Optimizer, str]] = {}
-        self._in_turns: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._trained: dict[str, None] = {}  # what they trained, in words; once for each
+        self._turns: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # NOTED for those named
+        self._parameters = WeakIdKeyDictionary()
         self._leave: Callable[[], None] | None = None
         self._thread = 0
 
     @property
     def not_covered(self) -> list[str]:
         """Returns what the privacy statement says about them."""
-        return [TRAINED.format(type(other).__name__, name) for other, name in self._names.values()]
+        return [*self._trained]
 
     @property
     def parameters(self) -> set[int]:
-        """Returns the ids of the tensors that they train."""
-        return {id(p) for other, _ in self._names.values() for group in other.param_groups for p in group["params"]}
+        """Returns the ids of the tensors that they train, or trained before they were dropped."""
+        for other in [other for other, turn in self._turns.items() if turn is NOTED]:
+            self._keep_parameters(other)
+        return {*map(id, self._parameters.keys())}
 
     def begin_loop(self) -> None:
         """Notes the steps of this thread from now on."""
@@ -90,15 +95,21 @@ class OtherOptimizers:
         self._leave = None
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
-        is_known = optimizer is self._own or id(optimizer) in self._names
+        is_known = optimizer is self._own or self._turns.get(optimizer) is NOTED
         if is_known or threading.get_ident() != self._thread or moves_nothing(optimizer) or _is_private_step():
             return
         turn = self._turn()
-        if turn is not None and self._in_turns.setdefault(optimizer, turn) == turn:
+        if turn is not None and self._turns.setdefault(optimizer, turn) == turn:
             return
-        name = _names_of(optimizer)
-        self._names[id(optimizer)] = optimizer, name
-        warn(WARNED.format(type(optimizer).__name__, name))
+        self._turns[optimizer] = NOTED
+        self._keep_parameters(optimizer)
+        names = type(optimizer).__name__, _names_of(optimizer)
+        if (trained := TRAINED.format(*names)) not in self._trained:  # a loop may make an optimizer anew in each step
+            self._trained[trained] = None
+            warn(WARNED.format(*names))
+
+    def _keep_parameters(self, optimizer: Optimizer) -> None:
+        self._parameters.update({p: None for group in optimizer.param_groups for p in group["params"]})
 
 
 def _is_private_step() -> bool:
