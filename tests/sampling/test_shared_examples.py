@@ -101,6 +101,7 @@ TWICE = {
     "a subset of a subset": lambda: Subset(Subset(PRIVATE, range(9, 3, -1)), [0, 5, 0]),
     "parts": lambda: ConcatDataset([PRIVATE, TensorDataset(OTHERS), PRIVATE]),
     "parts that overlap": lambda: ConcatDataset([Subset(PRIVATE, range(5)), Subset(TensorDataset(X), [8, 4])]),
+    "slices that overlap": lambda: ConcatDataset([TensorDataset(X[:9], Y[:9]), TensorDataset(X[8:20], Y[8:20])]),
     "parts in code": lambda: ConcatDataset([Items(X), Subset(ITEMS, [1]), Subset(ITEMS, [1])]),
     "entries of a list": lambda: [*zip(X, Y, strict=True)][:3] * 2,
     "records": lambda: records(X).select([4, 7, 4]),
@@ -110,6 +111,8 @@ TWICE = {
 ONCE = {
     "a subset": lambda: Subset(Subset(PRIVATE, range(9, 3, -1)), [0, 5, -3]),
     "parts": lambda: ConcatDataset([Subset(PRIVATE, range(5)), TensorDataset(X.clone()), Subset(ITEMS, [1]), Items(X)]),
+    "slices": lambda: ConcatDataset([TensorDataset(X[:8:2]), TensorDataset(X[1:8:2]), TensorDataset(X[8:, 6:])]),
+    "one number for all": lambda: TensorDataset(torch.zeros(1, 1).expand(N, 1), X),
     "equal texts and numbers": lambda: ["a", "a", ("a", 1), ("a", 1)] + [1] * 9,
     "records": lambda: records(X).shuffle(seed=0).select(range(3, 9)),
     "joined records": lambda: joined(kept_records().select(range(9)), kept_records().select([20, 30]), records(X)),

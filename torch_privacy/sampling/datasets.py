@@ -69,10 +69,24 @@ def _rows_behind(dataset: Any, sources: dict[int, int]) -> np.ndarray:
     source, rows = dataset, np.arange(len(dataset))
     if type(dataset) is TensorDataset:
         source = dataset.tensors[0]
+        if _has_addresses(source):
+            start = source.untyped_storage().data_ptr()
+            return _start(start, sources) + addresses_of(source, rows) - start
     elif type(dataset) in (list, tuple):
         places: dict[int, int] = {}
         rows = np.array([places.setdefault(id(x), i) if _is_object(x) else i for i, x in enumerate(dataset)])
     return rows + _start(id(source), sources)
+
+
+def _has_addresses(tensor: torch.Tensor) -> bool:
+    """True if each row begins at an address of its own."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    return is_plain and tensor.numel() > 0 and tensor.stride(0) > 0
+
+
+def addresses_of(tensor: torch.Tensor, rows: np.ndarray) -> np.ndarray:
+    """Returns the memory addresses at which these rows begin."""
+    return tensor.data_ptr() + rows * (tensor.stride(0) * tensor.itemsize)
 
 
 def _start(source: int, sources: dict[int, int]) -> int:

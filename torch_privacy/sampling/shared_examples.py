@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 from ..support.random_state import SeededRandomNumbers
-from .datasets import source_of, tensors_and_rows
+from .datasets import addresses_of, source_of, tensors_and_rows
 from .fingerprint import FEWEST_ITEMS, MOST_ITEMS, MOST_SECONDS, Unhashable, feed
 
 MOST_BYTES = 2**28  # of a tensor of which whole rows are read; of larger ones, some entries of each row
@@ -77,18 +77,13 @@ def _share_memory(a: Dataset, b: Dataset) -> bool:
     in_a, in_b = tensors_and_rows(a), tensors_and_rows(b)
     if in_a is None or in_b is None:
         return False
+    rows = [np.arange(len(found[0][0])) if found[1] is None else found[1] for found in (in_a, in_b)]
     return any(
-        bool(np.isin(_addresses(x, in_a[1]), _addresses(y, in_b[1])).any())
+        bool(np.isin(addresses_of(x, rows[0]), addresses_of(y, rows[1])).any())
         for x in in_a[0]
         for y in in_b[0]
         if x.numel() and y.numel() and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
     )
-
-
-def _addresses(tensor: Tensor, rows: np.ndarray | None) -> np.ndarray:
-    """Returns the memory addresses at which these rows begin (None: all rows)."""
-    rows = np.arange(len(tensor)) if rows is None else rows
-    return tensor.data_ptr() + rows * (tensor.stride(0) * tensor.itemsize)
 
 
 def _largest(dataset: Dataset) -> int:
