@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides ``audit``, which tests by canaries whether the epsilon of a training is believable."""
 
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from torch_privacy.cli._shared import AsJson, app, naming, path_option, print_result, say
+from torch_privacy.support.dates import dated
 
 REJECTED = 1
 STOPPED = "stopped-"  # how the ledgers of audits that were stopped begin
@@ -178,11 +178,7 @@ def _price_of(run: str) -> str:
 
 
 def _default_folder(run: str) -> Path:
-    return (
-        Path(run) / "audit"
-        if Path(run).is_dir()
-        else Path("audits") / f"{run.replace(':', '.')}-{datetime.now():%Y%m%d-%H%M%S}"
-    )
+    return Path(run) / "audit" if Path(run).is_dir() else Path("audits") / dated(run.replace(":", "."))
 
 
 def _of_training(

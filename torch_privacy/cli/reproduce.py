@@ -4,7 +4,6 @@
 import os
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +30,7 @@ from torch_privacy.cli.processes import Processes, again, num_launched, to_resum
 from torch_privacy.cli.signals import ONCE_MORE, DeferredSignals
 from torch_privacy.experiments import EXPERIMENTS
 from torch_privacy.runs.table import duration
+from torch_privacy.support.dates import dated
 
 Name = Annotated[
     str | None,
@@ -125,7 +125,7 @@ def reproduce(
         assert run is not None
         _reproduce_in(run, None, {}, output, context.ensure_object(Processes))
         return
-    folder = run or Path("runs") / f"{experiment}{'-quick' * request.quick}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = run or Path("runs") / dated(f"{experiment}{'-quick' * request.quick}")
     _reproduce_in(folder, experiment, request.arguments(), output, context.ensure_object(Processes))
 
 

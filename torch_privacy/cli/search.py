@@ -2,7 +2,6 @@
 """Provides ``search``, which chooses settings on stand-in data or, at a price, on the private data."""
 
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +13,7 @@ from torch_privacy.cli.own_table import is_table
 from torch_privacy.cli.processes import Processes
 from torch_privacy.cli.train import KNOWN, train_in
 from torch_privacy.experiments.task import Settings
+from torch_privacy.support.dates import dated
 
 Name = Annotated[str, typer.Argument(help=f"What to train: {KNOWN}.", metavar="EXPERIMENT", show_default=False)]
 Where = Annotated[
@@ -111,7 +111,7 @@ def search(
     if {"noise_multiplier", "target_epsilon"} <= chosen.keys():
         raise ValueError("search: --noise-multiplier and --epsilon exclude each other; give one of them.")
     fixed = {name: value for name, value in chosen.items() if name != "data"}
-    folder = run or Path("runs") / f"search-{experiment}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = run or Path("runs") / dated(f"search-{experiment}")
     from torch_privacy.experiments.search import grid
 
     candidates = grid(values, tries, chosen.get("seed", 0))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +23,7 @@ from torch_privacy.cli._shared import (
 )
 from torch_privacy.cli.signals import ONCE_MORE, DeferredSignals
 from torch_privacy.experiments.synthetic_table import SyntheticTableSettings
+from torch_privacy.support.dates import dated
 
 Source = Annotated[
     Path | None,
@@ -83,7 +83,7 @@ def synthesize(
         _draw(source, rows, out, seed, output)
         return
     else:
-        folder = run or Path("runs") / f"{source.name.partition('.')[0]}-synthetic-{datetime.now():%Y%m%d-%H%M%S}"
+        folder = run or Path("runs") / dated(f"{source.name.partition('.')[0]}-synthetic")
         RunFolder(folder).check_new()
         job = synthetic_table.begin(folder, source, chosen)
     again = "torch-privacy synthesize --resume"

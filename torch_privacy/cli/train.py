@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides ``train``, which starts or resumes one private training in a run folder."""
 
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +24,7 @@ from torch_privacy.cli.processes import Processes, again, to_resume
 from torch_privacy.cli.signals import ONCE_MORE, DeferredSignals
 from torch_privacy.experiments import OWN_TABLE, TRAININGS
 from torch_privacy.experiments.table_settings import TableSettings
+from torch_privacy.support.dates import dated
 
 KNOWN = ", ".join(TRAININGS)
 
@@ -95,7 +95,7 @@ def train(
         raise ValueError("train: --plan is for a table of your own; torch-privacy plan compares batches and steps.")
     else:
         check_is_experiment(experiment, chosen)
-    folder = run or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = run or Path("runs") / dated(name)
     train_in(folder, experiment, chosen, output, context.ensure_object(Processes))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..support.dates import now
 from ..support.units import ONE_EXAMPLE, check_unit
 from ..support.validate import Refused, plain_numbers, positive, quoted, strictly_between
 from .bracket import Bracket
@@ -22,7 +23,6 @@ from .budget_file import (
     includes,
     locked,
     new_run,
-    now,
     state_in,
 )
 from .budget_runs import Reservation, check_complete, check_no_copy, warning_of

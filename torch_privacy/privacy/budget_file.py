@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -321,8 +320,3 @@ def append(file: LedgerFile, line: Line) -> None:
 def new_run() -> str:
     """Returns a new name of a run."""
     return secrets.token_hex(RUN_BYTES)
-
-
-def now() -> str:
-    """Returns the time in UTC, by ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..mechanisms.base import noise_factors
+from ..support.dates import now
 from ..support.random_state import SeededRandomNumbers
 from ..support.validate import Refused
 from .finite import FiniteRows
@@ -15,7 +16,7 @@ from .machine import NotRepeated
 from .meeting import Meeting
 from .own_noise import check_law
 from .resuming import Resuming
-from .state import Setup, State, StepSums, now
+from .state import Setup, State, StepSums
 
 
 class Releaser:

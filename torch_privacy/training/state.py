@@ -6,7 +6,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from ..model_check.requirements import TensorsOf, check_no_gradient_hooks
 from ..sampling.batches import Batches
 from ..sampling.canaries import WithCanaries
 from ..sampling.examples import Examples
+from ..support.dates import now
 from ..support.model_state import ModelTensors
 from ..support.validate import Refused
 from .bystanders import OutsideForwards, RewrittenRows
@@ -169,11 +169,6 @@ def optimized(placement: Placement, tensors: ModelTensors) -> Mapping[str, Tenso
     """Returns the trained parameters as the optimizer holds them: shards, if the model is sharded."""
     of_optimizer, trained = placement.of_optimizer(), tensors.trained
     return trained if of_optimizer is None else {name: of_optimizer[name] for name in trained}
-
-
-def now() -> str:
-    """Returns the time in UTC, by ISO 8601."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def while_alive(owner: Any, read: Callable[[Any], Any], default: Any) -> Callable[[], Any]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from ...mechanisms.noise import generators
 from ...privacy.events.base import releases_to_json
 from ...privacy.spent import ALWAYS_PUBLIC, NEVER_COVERED
 from ...privacy.summary import attacker_as_json, interval_as_json
+from ...support.dates import now
 from ...training.statement import versions
 from .plan import RELATION, SynthesisSettings
 
@@ -36,7 +36,7 @@ def of_marginals(
     noises = [event.noise_multiplier for event, _ in ledger.events if isinstance(event, privacy.Gaussian)]
     return {
         "format": 2,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "private": True,
         "neighboring_relation": RELATION.value,
         "sampler": ledger.events[-1][0].sampler,  # of the counts; what was learnt of the schema has its own
