@@ -40,11 +40,6 @@ def wrapped_for_ranks(model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the network that `wrapped_for_ranks` got."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 def new_training(
     settings: Settings, task: Task, run_folder: RunFolder | None, projections: int = 0
 ) -> tp.PrivateTraining:

@@ -28,7 +28,6 @@ from torch_privacy.experiments.fitting import (
     new_training,
     releases_of,
     test_score,
-    unwrapped,
 )
 from torch_privacy.experiments.task import Settings, Task, check_settings, num_units
 from torch_privacy.privacy.summary import Summary, finite_or_none, summarize
@@ -37,7 +36,7 @@ from torch_privacy.runs.metrics import Log, Progress
 from torch_privacy.support.ranks import Ranks
 from torch_privacy.training.machine import number_of_threads
 from torch_privacy.training.run_writer import fingerprint_in, size_of, try_page, write_run
-from torch_privacy.training.saved_model import weights_of
+from torch_privacy.training.saved_model import weights_of, without_wrapper
 from torch_privacy.training.secret_file import check_parts, load_parts
 
 
@@ -121,7 +120,7 @@ class Run:
         ranks.first_does("tries to draw", lambda: try_page(folder))
         torch.manual_seed(settings.seed)  # for dropout and the like; never for the batches or the noise
         training = new_training(settings, task, folder)
-        average = new_average(task, unwrapped(training.model), training.optimizer)
+        average = new_average(task, without_wrapper(training.model), training.optimizer)
         score = {"measure": task.score.measure, "finish": task.score.of_mean}
         log = partial(Log, num_steps=training.settings.num_steps, epochs=settings.epochs, **score)
         logs = log(training="private"), log(training="non-private")
@@ -130,7 +129,7 @@ class Run:
     @property
     def model(self) -> nn.Module:
         """Returns the network that is trained privately, without a wrapper."""
-        return unwrapped(self.training.model)
+        return without_wrapper(self.training.model)
 
     @property
     def released_model(self) -> nn.Module:

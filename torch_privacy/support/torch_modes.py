@@ -220,13 +220,24 @@ def _set_full(place: Any, name: str) -> Any:
     return "none" if inherited == before else before
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """True if the entries fill a piece of memory in any order, each place once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
 def full_precision(device: torch.device) -> AbstractContextManager:
     """Returns a context in which float32 products are computed in float32, where the user's settings allow less.
 
     A row's norm and its part of the clipped sum come from different products of the same factors. If these are rounded
     to 10 bits, the part exceeds the clip norm by up to 4e-4; in float32 by 2e-7.
     """
-    return _Changed(_compute_fully) if device.type != "cpu" or _is_coarse_on_cpu() else nullcontext()
+    return _Changed(_compute_fully) if device.type != "cpu" or multiplies_coarsely() else nullcontext()
 
 
 def _compute_fully() -> Callable[[], object]:
@@ -240,7 +251,8 @@ def _compute_fully() -> Callable[[], object]:
     return restore
 
 
-def _is_coarse_on_cpu() -> bool:
+def multiplies_coarsely() -> bool:
+    """True if torch's settings allow it to multiply float32 matrices with less precision."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # it was set for only one backend
@@ -248,13 +260,13 @@ def _is_coarse_on_cpu() -> bool:
 
 
 def _is_exact_on_cpu() -> bool:
-    return not torch.is_autocast_enabled("cpu") and not _is_coarse_on_cpu()
+    return not torch.is_autocast_enabled("cpu") and not multiplies_coarsely()
 
 
 def product_rounding(device: torch.device) -> float:
     """Returns the relative rounding of factors in the user's own float32 products, if settings allow it; else 0."""
     if device.type == "cpu":
-        return COARSE_EPS if _is_coarse_on_cpu() else 0.0
+        return COARSE_EPS if multiplies_coarsely() else 0.0
     return COARSE_EPS if any(getattr(*setting) in ("tf32", "bf16", True) for setting in _precision_settings()) else 0.0
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..support.gathered_weights import sharded_modules
 from ..support.validate import Refused, strictly_between
 from .placement import is_held, local_of, reshard, shard_of
+from .saved_model import without_wrapper
 from .weights import lent, moves_nothing
 
 WHERE = "MovingAverage"
@@ -66,7 +66,7 @@ class MovingAverage:
     def __init__(self, model: nn.Module, optimizer: Optimizer, decay: float = 0.999):
         strictly_between(WHERE, 0, 1, decay=decay)
         self.decay, self.step_count = decay, 0
-        self._trained = trained = model.module if isinstance(model, DistributedDataParallel) else model
+        self._trained = trained = without_wrapper(model)
         self._model: nn.Module | None = None
         self._is_applied = False
         if sharded_modules(trained):

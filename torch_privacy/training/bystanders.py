@@ -68,7 +68,7 @@ class OtherOptimizers:
         self._trained: dict[str, None] = {}  # what they trained, in words; once for each
         self._turns: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # NOTED for those named
         self._parameters = WeakIdKeyDictionary()
-        self._leave: Callable[[], None] | None = None
+        self._leave: Callable[[], None] = lambda: None
         self._thread = 0
 
     @property
@@ -90,9 +90,7 @@ class OtherOptimizers:
 
     def end_loop(self) -> None:
         """Notes no more steps."""
-        if self._leave is not None:
-            self._leave()
-        self._leave = None
+        self._leave()
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
         is_known = optimizer is self._own or self._turns.get(optimizer) is NOTED

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..support.every_step import BEFORE_EVERY_STEP
+from ..support.torch_modes import is_dense
 from ..support.validate import Refused
 from ..support.versions import Versions
 from ..support.warning import warn
@@ -143,7 +144,7 @@ def _marked(p: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Returns a view of entries to compare and views of all others to sum, as integers, so that NaN equals NaN."""
     p = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    if not _is_dense(p):
+    if not is_dense(p):
         p = p.view(integers[p.itemsize])
         return p.flatten()[:0], [p]
     flat, words = p.as_strided((p.numel(),), (1,)), 8 // p.itemsize
@@ -154,16 +155,6 @@ def _marked(p: Tensor) -> tuple[Tensor, list[Tensor]]:
     if not flat.storage_offset() % words:  # long integers are summed faster
         parts = [part for part in (flat[:cut].view(torch.int64), entries[cut:]) if len(part)]
     return entries[:: len(flat) // SAMPLED], parts
-
-
-def _is_dense(p: Tensor) -> bool:
-    """True if the entries lie in memory without gaps, in any order."""
-    length = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(p.stride(), p.shape, strict=True) if size != 1):
-        if stride != length:
-            return False
-        length *= size
-    return True
 
 
 def padding_rows(model: nn.Module, trained: Mapping[str, Tensor]) -> dict[str, int]:
@@ -215,7 +206,7 @@ class WeightGuard:
         self._marks: WeightMarks | None = None  # after the last update, or from the start of the loop
         self._moved_otherwise = self._warned_of = ""
         self._is_own_step = False
-        self._leave: Callable[[], None] | None = None  # while a loop is running
+        self._leave: Callable[[], None] = lambda: None
 
     def check_not_lent(self) -> None:
         """Refuses weights that have other values for a while."""
@@ -238,9 +229,7 @@ class WeightGuard:
 
     def deactivate(self) -> None:
         """Lets every step pass again."""
-        if self._leave is not None:
-            self._leave()
-        self._leave = None
+        self._leave()
 
     def reset(self, moved_otherwise: str) -> None:
         """Forgets the weights, before others are loaded; ``moved_otherwise`` is what is known about earlier changes."""

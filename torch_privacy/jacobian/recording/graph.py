@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache, cached_property
 from operator import methodcaller
 from typing import Any
@@ -131,8 +131,12 @@ def _is_scripted(kind: type) -> bool:
     return kind.__name__ == "CppFunction"
 
 
-def leaves_below(node: Node) -> list[Tensor]:
-    """Returns the leaves, such as parameters, that the gradient of a node goes to."""
+def _children(node: Node) -> list[Node]:
+    return [n for n, _ in node.next_functions if n is not None]
+
+
+def leaves_below(node: Node, children: Callable[[Node], list[Node]] = _children) -> list[Tensor]:
+    """Returns the leaves, such as parameters, that the gradient of a node goes to, on the way of these children."""
     found: dict[int, Tensor] = {}
     stack, seen = [node], {node}
     while stack:
@@ -140,7 +144,7 @@ def leaves_below(node: Node) -> list[Tensor]:
         leaf = leaf_of(node)
         if leaf is not None:
             found[id(leaf)] = leaf
-        below = [n for n in _children(node) if n not in seen]
+        below = [n for n in children(node) if n not in seen]
         seen.update(below)
         stack += below
     return [*found.values()]
@@ -194,7 +198,3 @@ def _saved_by(node: Node) -> Iterator[Tensor]:
 @cache
 def _saved_names(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_saved_"))
-
-
-def _children(node: Node) -> list[Node]:
-    return [n for n, _ in node.next_functions if n is not None]

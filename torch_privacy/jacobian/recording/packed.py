@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...ops import AnyLayout, Op, Use
-from ...support.torch_modes import backward_number, saves_elsewhere
+from ...support.torch_modes import backward_number, is_dense, saves_elsewhere
 from ...support.validate import Refused
 from .again import MadeAgain, differ, sample
 
@@ -191,7 +191,7 @@ def _packed_use(use: Use, saved: Sequence[tuple[Tensor, Packed]], again: MadeAga
 def _in_same_memory(saved: Sequence[tuple[Tensor, Packed]], x: Tensor, again: MadeAgain) -> PackedInput | None:
     for tensor, packed in saved:
         if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.numel() == x.numel():
-            if tensor.data_ptr() == x.data_ptr() and tensor.dtype == x.dtype and _is_dense(tensor) and _is_dense(x):
+            if tensor.data_ptr() == x.data_ptr() and tensor.dtype == x.dtype and is_dense(tensor) and is_dense(x):
                 is_alike = tensor.shape == x.shape and tensor.stride() == x.stride()
                 same = is_alike or (tensor.is_contiguous() and x.is_contiguous())
                 stride = None if same else x.stride()
@@ -225,17 +225,6 @@ def _with_equal_entries(
         return None
     tensor, packed = saved[number]
     return PackedInput(packed, x.shape, None, tensor.stride(), sample(x).to(tensor.dtype), again)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """True if the entries fill a piece of memory, each place once."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def without_entries(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from ...ops import AnyLayout, Op, Use
 from ...ops.dense import Rows
 from ...ops.fallback import for_each_cotangent, rows_of_each
 from .calls import Call, Output
-from .graph import leaf_of
+from .graph import leaf_of, leaves_below
 
 Edge = tuple[Node, int]
 DATA, WEIGHTS, CONSTANT = "data", "weights", "constant"  # what gradients go to
@@ -129,22 +129,13 @@ class _Step:
         self, node: Node, number: int, kinds: Mapping[Node, str], passed: Collection[Node], leaves: Mapping[int, Tensor]
     ):
         self._node, self._number, self._kinds, self._passed = node, number, kinds, passed
-        self.leaves = [leaf for leaf in self._leaves_below() if id(leaf) in leaves]
+        self.leaves = [leaf for leaf in leaves_below(node, self._followed) if id(leaf) in leaves]
         self._of: Tensor | None = None  # the gradient that the present rows belong to
         self._rows: dict[int, Tensor] = {}
 
-    def _leaves_below(self) -> list[Tensor]:
-        found, stack, seen = {}, [self._node], {self._node}
-        while stack:
-            node = stack.pop()
-            leaf = leaf_of(node)
-            if leaf is not None:
-                found[id(leaf)] = leaf
-            ends = self._kinds[node] == WEIGHTS
-            below = [n for n, _ in _children(node) if ends or n in self._passed or self._kinds[n] == WEIGHTS]
-            stack += [n for n in below if n not in seen]
-            seen.update(below)
-        return [*found.values()]
+    def _followed(self, node: Node) -> list[Node]:
+        ends = self._kinds[node] == WEIGHTS
+        return [n for n, _ in _children(node) if ends or n in self._passed or self._kinds[n] == WEIGHTS]
 
     def rows(self, b: Tensor, layout: AnyLayout, leaf: Tensor) -> Tensor:
         """Returns (n, *leaf.shape), given the gradient b in the output; keeps those of the other leaves for later."""
