@@ -7,7 +7,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, TrainingArguments
 
 from ..mechanisms.clipping import MicroBatches
-from ..mechanisms.scheduled import Scheduled
+from ..mechanisms.scheduled import unscheduled
 from ..sampling.examples import Examples
 from ..support.validate import Refused
 from ..training import PrivateTraining
@@ -56,7 +56,7 @@ def checked_privacy(privacy: Mapping[str, Any], args: TrainingArguments) -> dict
     total = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
     privacy.setdefault("expected_batch_size", total)
     clipping, performance = privacy.get("clipping"), privacy.get("performance", USUAL)
-    rule = clipping.rule if isinstance(clipping, Scheduled) else clipping
+    rule = unscheduled(clipping)
     if isinstance(performance, Performance) and performance.microbatch_size is None:
         if not isinstance(rule, MicroBatches):
             privacy["performance"] = replace(performance, microbatch_size=args.per_device_train_batch_size)
@@ -110,11 +110,9 @@ def checked_arguments(args: TrainingArguments) -> TrainingArguments:
     ]
     if wrong:
         raise Refused(f"{WHERE}: these arguments cannot be kept. " + " ".join(wrong))
-    default = next(f.default for f in fields(TrainingArguments) if f.name == "max_grad_norm")
-    assert default is not MISSING
     args = copy.copy(args)
-    if args.max_grad_norm:
-        LOG.info("%s: max_grad_norm=%s, the default, is set to 0: it would rescale the noise.", WHERE, default)
+    if norm := args.max_grad_norm:
+        LOG.info("%s: max_grad_norm=%s, the default, is set to 0: it would rescale the noise.", WHERE, norm)
         args.max_grad_norm = 0.0
     return args
 

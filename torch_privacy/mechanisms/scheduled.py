@@ -63,3 +63,8 @@ class Scheduled:
         """Returns the same with a tuple of factors, one for each step."""
         factors = factors_of("PrivateTraining", "clipping.factors", self.factors, num_steps)
         return Scheduled(self.rule, factors)  # pyright: ignore[reportArgumentType]  # there are factors
+
+
+def unscheduled(clipping: Any) -> Any:
+    """Returns the clipping without its schedule."""
+    return clipping.rule if isinstance(clipping, Scheduled) else clipping

@@ -22,9 +22,9 @@ from .. import privacy
 from ..mechanisms.clipping import Flat, check_rule
 from ..mechanisms.estimated_norms import Sketched
 from ..mechanisms.gep import BGEP, GEP
-from ..mechanisms.scheduled import Scheduled
+from ..mechanisms.scheduled import unscheduled
 from ..privacy.spent import Spent
-from ..privacy.summary import attacker_as_json
+from ..privacy.summary import attacker_as_json, interval_as_json
 from ..sampling.examples import Examples
 from ..support.random_state import seeded
 from ..support.validate import Refused, in_range, strictly_between, whole
@@ -126,11 +126,6 @@ def check_makers(where: str, module: Any, optimizer: Any) -> None:
         ) from None
     except ValueError:  # it shows no signature
         pass
-
-
-def unscheduled(clipping: Any) -> Any:
-    """Returns the clipping without its schedule."""
-    return clipping.rule if isinstance(clipping, Scheduled) else clipping
 
 
 def check_clipping(where: str, clipping: Any) -> None:
@@ -304,8 +299,7 @@ def of_all_fits(fit: Fit, spent: Spent, statement: dict[str, Any], warning: str 
             spent, epsilon=epsilon, text=text, planned=epsilon, is_public=warning is not None, profile=profile
         )
         events = [{"event": privacy.event_to_dict(event), "count": count} for event, count in releases]
-        of_all = {"low": epsilon.low, "high": epsilon.high}
-        statement |= {"epsilon": of_all, "releases": events, "fits": len(fit.earlier) + 1}
+        statement |= {"epsilon": interval_as_json(epsilon), "releases": events, "fits": len(fit.earlier) + 1}
         statement["attacker"] = attacker_as_json(profile)
     elif warning is not None and not spent.text.startswith(warning):
         spent = replace(spent, text=f"{warning}: {spent.text}", is_public=True)

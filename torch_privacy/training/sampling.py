@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from .. import privacy
 from ..mechanisms.clipping import Adaptive, MicroBatches
 from ..mechanisms.estimated_norms import Sketched
-from ..mechanisms.scheduled import Schedule, Scheduled, check_schedule, factors_of
+from ..mechanisms.scheduled import Schedule, check_schedule, factors_of, unscheduled
 from ..sampling.samplers import BinsSampler, PoissonSampler, Sampler, TruncatedSampler, VaryingSampler
 from ..support.validate import Refused, plain_number, plain_numbers, whole
 
@@ -146,7 +146,7 @@ class Varying(Poisson):
         return self.factors if isinstance(self.factors, tuple) else None
 
     def for_steps(self, num_steps: int, num_units: int, mean_size: float, clipping: object) -> Sampling:
-        rule = clipping.rule if isinstance(clipping, Scheduled) else clipping
+        rule = unscheduled(clipping)
         if isinstance(rule, Sketched | Adaptive | MicroBatches):
             raise Refused(
                 f"{WHERE}: sampling=Varying(...) has no rule for clipping={type(rule).__name__}(...), which needs "
@@ -272,7 +272,7 @@ def sampling_of(
     numbers = isinstance(size, int | float) and isinstance(passes, int | float)
     if not numbers or not 0 < size <= num_units or not (passes >= 1 and passes == round(passes)):  # not NaN either
         return POISSON, size
-    rule = clipping.rule if isinstance(clipping, Scheduled) else clipping
+    rule = unscheduled(clipping)
     if isinstance(rule, Sketched) or noise_schedule is not None:
         return POISSON, size
     mean = num_units / max(1, round(num_units / size))

@@ -18,7 +18,7 @@ from ..mechanisms.base import Mechanism
 from ..mechanisms.clipping import ClippingRule, Flat
 from ..mechanisms.estimated_norms import Sketched
 from ..mechanisms.gep import BGEP, GEP
-from ..mechanisms.scheduled import Scheduled
+from ..mechanisms.scheduled import Scheduled, unscheduled
 from ..privacy.budget_file import new_run
 from ..privacy.events.base import WITHOUT_NOISE
 from ..privacy.rounding import round_up
@@ -152,7 +152,7 @@ class TrainingSettings:
     @property
     def unscheduled(self) -> ClippingRule | Sketched | GEP | BGEP | None:
         """Returns the clipping without its schedule."""
-        return self.clipping.rule if isinstance(self.clipping, Scheduled) else self.clipping
+        return unscheduled(self.clipping)
 
     @property
     def not_for_release(self) -> bool:

@@ -22,7 +22,7 @@ from ..base import ClippedSum
 from ..clipping import Flat
 from ..sums import ClippedSummation, Recording, Summation, checked_factors
 from .directions import Directions
-from .projected import Projector
+from .projected import ProjectedRecording, Projector
 from .settings import Sketched
 from .sketched_rows import SketchedJacobian
 
@@ -64,7 +64,7 @@ class SketchedSum(ClippedSum):
         return {**super().settings(), "jacobian": setting.in_states, **method}
 
     def recorder(self, tensors: ModelTensors, key: bytes, step: int, part: int, size: int) -> Recording:
-        return self._estimator.recording(tensors, size, Directions(key, step, part))
+        return ProjectedRecording(self._estimator, tensors.trained, Directions(key, step, part))
 
     def summation(self, units: np.ndarray | None, size: int) -> Summation:
         return _SketchedSummation(self.rule, self.merging(units, size), self.views)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...support.model_state import ModelTensors
 from ...support.notes import NOTES
 from ...support.torch_modes import uncompiled
 from ..noise import KEY_BYTES
@@ -79,7 +78,7 @@ def estimate_norms(
     if not trained:
         raise ValueError(f"{WHERE}: no parameter of the model requires a gradient. Unfreeze those to be counted.")
     key = secrets.token_bytes(KEY_BYTES)
-    recording = _projector(model, setting).recording(ModelTensors(trained, {}), 0, Directions(key, 0, 0))
+    recording = ProjectedRecording(_projector(model, setting), trained, Directions(key, 0, 0))
     with uncompiled(), torch.enable_grad(), _recorded(model, recording):
         losses = losses_of(model, batch)
     found: list[Tensor] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +32,6 @@ from .directions import Directions
 from .jvp import STRATEGIES, BatchingMode, ForwardCall, differentiable_twice, project_prefetched
 from .settings import Projections
 from .sketched_rows import SketchedJacobian
-
-if TYPE_CHECKING:
-    from ...support.model_state import ModelTensors
-
 
 SMALL = 2**14  # mean number of entries of the forward's values; below it, a torch call costs more than its arithmetic
 # The gradient of a row of padding is zero; its tangent is not, so that forward mode fails once a batch has padding.
@@ -83,10 +79,6 @@ class Projector:
     def needs_backends(self) -> bool:
         """True if the model's forward must run with backends that can be differentiated twice."""
         return self.strategy is None or not STRATEGIES[self.strategy].repeats_forward
-
-    def recording(self, tensors: ModelTensors, size: int, directions: Directions) -> ProjectedRecording:
-        """Returns the recorder for one (micro)batch of ``size`` examples."""
-        return ProjectedRecording(self, tensors.trained, directions)
 
     @property
     def prefetches(self) -> bool:
@@ -215,8 +207,8 @@ class Projector:
         def project(v: Mapping[str, Tensor]) -> Tensor:
             return STRATEGIES[strategy](losses, parameters, calls)(v)
 
-        text, rows = f"{r} projections by {strategy}", torch.arange(len(losses), device=losses.device)
-        return SketchedJacobian(losses, parameters, total / r, project, check, text, rows)
+        rows = torch.arange(len(losses), device=losses.device)
+        return SketchedJacobian(losses, parameters, total / r, project, check, rows)
 
 
 class ProjectedRecording(OpMode):

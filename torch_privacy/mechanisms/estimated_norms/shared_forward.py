@@ -113,11 +113,6 @@ class SharedForward(TorchDispatchMode):
         """Mean number of entries of a value."""
         return self._entries / max(1, len(self._recorded))
 
-    @property
-    def kept_bytes(self) -> int:
-        """Memory of the values that later passes reuse."""
-        return sum(storage.nbytes() for storage in self._kept.values())
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.overloadpacket in _METADATA:

@@ -30,7 +30,6 @@ class SketchedJacobian:
     estimates: Tensor  # of the squared norms
     products: Project
     check: ProjectionCheck
-    explanation: str
     kept: Tensor  # numbers of the rows, if some were selected
 
     @property
@@ -85,7 +84,3 @@ class SketchedJacobian:
     def select(self, index: Tensor | slice) -> SketchedJacobian:
         """Returns the rows of some of the examples."""
         return replace(self, kept=self.kept[index])
-
-    def explain(self) -> str:
-        """Describes how the projections are computed."""
-        return self.explanation
