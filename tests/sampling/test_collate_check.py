@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A ``collate_fn`` that keeps something of a batch for later ones is refused; others train."""
 
+from collections import defaultdict
+from functools import partial
+
 import pytest
 import torch
 from trainings import training_of
@@ -19,6 +22,38 @@ class Largest:
         x = torch.stack(rows)
         self.largest = max(self.largest, float(x.abs().max()))
         return x / self.largest
+
+
+class OfFirst:
+    """Divides by the largest entry of the first batch."""
+
+    largest = None
+
+    def __call__(self, rows):
+        x = torch.stack(rows)
+        if self.largest is None:
+            self.largest = float(x.abs().max())
+        return x / self.largest
+
+
+class Numbered:
+    """Numbers words in the order in which they appear."""
+
+    def __init__(self, bound):
+        self.words = defaultdict(lambda: len(self.words))
+        self.words.default_factory = self.words.__len__ if bound else self.words.default_factory
+
+    def __call__(self, rows):
+        return torch.stack(rows) * torch.tensor([self.words[int(10 * row[0])] for row in rows])[:, None]
+
+
+def largest_of_function():
+    def collate(rows):
+        x = torch.stack(rows)
+        collate.largest = max(getattr(collate, "largest", 0.0), float(x.abs().max()))
+        return x / collate.largest
+
+    return collate
 
 
 def with_numbers():
@@ -63,8 +98,19 @@ def trained(dataset, collate_fn, **more):
     return training
 
 
+MAKE = {
+    "largest": Largest,
+    "of first": OfFirst,
+    "attribute of a function": largest_of_function,
+    "numbers": with_numbers,
+    "numbers by a factory": partial(Numbered, bound=False),
+    "numbers by a bound factory": partial(Numbered, bound=True),
+    "centered": centered,
+}
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [Largest, with_numbers, centered], ids=["largest", "numbers", "centered"])
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_what_collate_keeps_of_earlier_batches_is_refused(make, workers):
     with pytest.raises(tp.Refused, match="examples that it had before"):
         trained([*X], make(), num_workers=workers)

@@ -114,6 +114,16 @@ def skewed(start, length=5):
     return Stored(lambda self, i: self.series[start(self, i) : start(self, i) + length], series=SERIES)
 
 
+class MinusFirst:
+    """Subtracts the first row that it gets; has no attribute until then."""
+
+    first = None
+
+    def __call__(self, x):
+        self.first = x.clone() if self.first is None else self.first
+        return x - self.first
+
+
 READ_OTHERS = {
     "mixup": lambda: Stored(blended),
     "cutmix": lambda: Stored(cutmix),
@@ -159,6 +169,7 @@ READ_OTHERS = {
     "a mean of the items so far": lambda: Stored(
         lambda self, i: vars(self).update(m=0.9 * self.m + self.x[i]) or self.x[i] - self.m, m=0.0
     ),
+    "the first item": lambda: Stored(lambda self, i: self.change(self.x[i]), change=MinusFirst()),
     "other blocks": lambda: Stored(
         lambda self, i: [self.flat[3 * j : 3 * j + 3] for j in (i, random.randrange(N))], flat=X.flatten().clone()
     ),

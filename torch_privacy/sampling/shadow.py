@@ -9,7 +9,7 @@ import struct
 import sys
 import sysconfig
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -124,6 +124,8 @@ class _Copier:
             return self._function(value)
         if isinstance(value, types.MethodType):
             return self._keep(value, types.MethodType(self.copy(value.__func__), self.copy(value.__self__)))
+        if isinstance(value, types.MethodWrapperType):  # such as the __len__ of a dictionary
+            return self._keep(value, getattr(self.copy(value.__self__), value.__name__))
         if isinstance(value, functools.partial):
             parts = (self.copy(part) for part in (value.func, value.args, value.keywords))
             func, args, keywords = parts
@@ -142,6 +144,8 @@ class _Copier:
                 return self._keep(value, value)
             return self._keep(value, type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts))
         new = self._keep(value, copy(value))
+        if isinstance(value, defaultdict):
+            new.default_factory = self.copy(value.default_factory)
         if len(value) > MANY or isinstance(value, set):
             return new
         if isinstance(value, dict):
@@ -158,7 +162,8 @@ class _Copier:
             self._look_at_class(kind)
         custom = kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__
         tables = kind_of(value) is not None and transforms_of(value) is None
-        if custom or tables or not entries or not _is_python_class(kind):
+        is_constant = not entries and not _is_own_class(kind)  # such as a mark of a library, which has one identity
+        if custom or tables or is_constant or not _is_python_class(kind):
             return self._keep(value, value)
         if hasattr(kind, "__del__"):  # a copy must not close what it shares with the original
             kind = _without_del(kind)
@@ -193,6 +198,7 @@ class _Copier:
                 self._note(name, Attributes(function), name)
         if not _is_own_code(function.__code__.co_filename):
             return
+        self._note(function.__name__, Attributes(function), "__dict__")
         names = names_in(function.__code__)
         for name in names:
             if name not in function.__globals__:
@@ -226,8 +232,7 @@ class _Copier:
             return
         self._seen.add(id(kind))
         for base in kind.__mro__:
-            file = getattr(sys.modules.get(base.__module__), "__file__", None)
-            if not (base.__module__ == "__main__" if file is None else _is_own_code(file)):
+            if not _is_own_class(base):
                 continue
             for name, value in [*vars(base).items()]:
                 for function in _functions_of(value):
@@ -283,6 +288,12 @@ def _functions_of(value: Any) -> list[Any]:
 
 
 @functools.cache
+def _is_own_class(kind: type) -> bool:
+    """True if a class is defined in the user's code."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "__main__" if file is None else _is_own_code(file)
+
+
 def _is_own_code(file: str) -> bool:
     """True unless the file belongs to Python, to an installed package or to this one."""
     return not file.startswith("<frozen") and not str(Path(file).resolve()).startswith(_LIBRARIES)
