@@ -114,6 +114,22 @@ def halves(m: Calls, x: Tensor) -> Tensor:
     return h
 
 
+def filled_in_steps(m: Calls, x: Tensor) -> Tensor:
+    h = x.new_full((len(x), 9, 4), torch.nan)  # what torch.empty may find
+    h[:, 0] = m.p
+    h[:, 1:3] = m.q
+    h[:, 3:] = x
+    return h
+
+
+def added_in_steps(m: Calls, x: Tensor) -> Tensor:
+    h = x.new_zeros(len(x), 9, 4)
+    h[:, 0] += m.p
+    h[:, 1:3] += m.q
+    h[:, 3:] += x
+    return h
+
+
 def product_in_place(m: Calls, x: Tensor) -> Tensor:
     h = x[:, 0].clone()
     return h.addmm_(x[:, 1], m.w)
@@ -128,6 +144,14 @@ def bad_then_overwritten(m: Calls, x: Tensor) -> Tensor:
 FORWARDS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "written into zeros": lambda: (Calls(tokens_in_front, p=torch.randn(4)), torch.randn(5, 6, 4)),
     "written into an empty tensor": lambda: (Calls(halves, p=torch.randn(4)), torch.randn(5, 6, 4)),
+    **{
+        f"{name}, {n} examples": lambda n=n, f=f: (
+            Calls(f, p=torch.randn(4), q=torch.randn(2, 4)),
+            torch.randn(n, 6, 4),
+        )
+        for name, f in [("filled in steps", filled_in_steps), ("added in steps", added_in_steps)]
+        for n in (1, 5)
+    },
     "addmm_": lambda: (Calls(product_in_place, w=torch.randn(4, 4)), torch.randn(5, 2, 4)),
     "output overwritten": lambda: (Calls(bad_then_overwritten, f=nn.Linear(4, 4)), torch.randn(5, 6, 4)),
     **{
@@ -280,6 +304,28 @@ def test_parameters_written_into_a_buffer_are_recorded():
         return F.linear(x, w)
 
     assert_exact(Calls(forward, a=torch.randn(2, 4), b=torch.randn(4)), torch.randn(5, 6, 4))
+
+
+WRITERS: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {  # make the weight w (4, 4) of a and b (2, 4)
+    "copied into views": lambda w, a, b: (w[:2].copy_(a), w[2:].copy_(b)),
+    "added to views": lambda w, a, b: (w.narrow(0, 0, 2).add_(a), w.narrow(0, 2, 2).add_(b)),
+    "added to slices": lambda w, a, b: (added(w, slice(2), a), added(w, slice(2, None), b), added(w, EVERY, 1)),
+    "changed by parts": lambda w, a, b: (w.copy_(torch.cat([a, b])), w[:2].mul_(2), w[2:].tanh_()),
+    "assigned": lambda w, a, b: (written(w, slice(2), a), written(w, slice(2, None), b)),
+}
+
+
+@pytest.mark.parametrize("n", [4, 5])  # 4: the weight might have a part for each example
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_weight_that_is_written_in_pieces_is_exact(writer, n):
+    def forward(m: Calls, x: Tensor) -> Tensor:
+        w = torch.zeros_like(m.start)
+        WRITERS[writer](w, m.a, m.b)
+        return F.linear(x, w) @ w
+
+    model = Calls(forward, a=torch.randn(2, 4), b=torch.randn(2, 4))
+    model.register_buffer("start", torch.zeros(4, 4))
+    assert_exact(model, torch.randn(n, 6, 4))
 
 
 def test_a_weight_that_gets_a_further_parameter_in_place_keeps_both():

@@ -171,8 +171,11 @@ def replay(func: Callable, args: tuple, kwargs: dict[str, Any], weights: Sequenc
     return Replay(name, tuple(leaves.values()), outputs, (None,) * len(outputs), tuple(data), changed)
 
 
-def compared(replayed: Replay, outputs: Sequence[Tensor]) -> Replay | None:
-    """Returns the replay with masks of its valid outputs; None if it disagrees with the outputs of finite inputs."""
+def compared(replayed: Replay, outputs: Sequence[Tensor], written: Tensor | None = None) -> Replay | None:
+    """Returns the replay with masks of its valid outputs; None if it disagrees with the outputs of finite inputs.
+
+    Where ``written`` is False, the op has left an entry as it was: what ``torch.empty`` found there matters to no row.
+    """
     all_finite = all(t.isfinite().all() for t in replayed.data if t.is_floating_point())
     again = [t for t in replayed.outputs if isinstance(t, Tensor)]
     if len(again) != len(outputs):
@@ -183,7 +186,7 @@ def compared(replayed: Replay, outputs: Sequence[Tensor]) -> Replay | None:
         same = ~finite | (y.detach() == repeated.detach())
         if all_finite and not same.all():
             return None
-        good = finite & same
+        good = finite & same if written is None else (finite & same) | ~written
         valid.append(None if good.all() else good)
     return replace(replayed, outputs=tuple(again), valid=tuple(valid))
 

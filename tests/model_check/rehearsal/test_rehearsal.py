@@ -984,6 +984,14 @@ def sorted_with_token(model, x):
     return y[order.argsort()]
 
 
+def in_pieces(model, x):
+    """Adds a row that is made of pieces of a parameter: for one example it may be the example's own."""
+    row = x.new_zeros(1, D)
+    row[:, :1] = model.token[:1]
+    row[:, 1:] = model.token[1:]
+    return model.f(x + row)
+
+
 def mixture(m, x):
     """Applies each example's best expert, one after the other."""
     p = m.gate(x).softmax(1)
@@ -1089,6 +1097,9 @@ INDEPENDENT = {
         [torch.randn(k + 1, D) for k in range(N)],
         lambda m, b: m(b),
         list,
+    ),
+    "a row in pieces": lambda: Program(
+        Calls(in_pieces, f=nn.Linear(D, 2), token=nn.Parameter(torch.randn(D))), points()
     ),
     "logits times ten": lambda: Program(linear(), labeled(), lambda m, b: cross_entropy(lambda x: m(x) * 10, b)),
     "losses times eight": lambda: Program(linear(), labeled(), lambda m, b: 8 * cross_entropy(m, b)),

@@ -255,7 +255,7 @@ def uses_by_fallback(run: RunCall) -> list[tuple[Tensor, tuple[Use, ...]]]:
     weights = list({id(t): t for t in run.weights}.values())
     try:
         again = replay(run.func, run.args, run.kwargs, weights, run.in_place)
-        replayed = compared(again, [*map(on_this_rank, run.results)])
+        replayed = compared(again, [*map(on_this_rank, run.results)], _written(run))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return []
     if replayed is None:
@@ -265,3 +265,12 @@ def uses_by_fallback(run: RunCall) -> list[tuple[Tensor, tuple[Use, ...]]]:
         for k, y in enumerate(run.results)
         if y.grad_fn is not None and replayed.outputs[k].grad_fn is not None
     ]
+
+
+def _written(run: RunCall) -> Tensor | None:
+    """Returns the mask of the entries that ``h[key] = value`` writes; None for other ops, which may write all."""
+    if run.func is not Tensor.__setitem__:
+        return None
+    written = torch.zeros_like(on_this_rank(run.args[0]), dtype=torch.bool)
+    written[run.args[1]] = True
+    return written

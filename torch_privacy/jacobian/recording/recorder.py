@@ -154,14 +154,15 @@ class Recorder(OpMode):
     ) -> Any:
         """Runs an op on parameters and constants, or a factory, and keeps what its result is."""
         func, in_place, known = step.func, step.traits.in_place, self.tensors
-        base = args[0]._base if in_place and not weights else None
-        constant = base if base is not None and known.is_constant(base) else None
+        base = args[0]._base if in_place else None
+        before = None if base is None else known.source(base)
+        stays_known = base is not None and (before is not None or known.is_constant(base))
         out = func(*args, **kwargs)
         result = args[0] if in_place else out
         step.numbers += known.contents(func, out)
         self.program.add(step, tensors_among((result,)))
-        if constant is not None:  # constants were written into a part of it
-            known.add_constant(constant)
+        if base is not None and stays_known:  # it is a part of base that was written into
+            known.add_derived(func, (), weights if before is None else [base, *weights], base)
         if known.makes_data_of_python(func):
             self._add_results(tensors_among((out,)))
         else:
