@@ -247,6 +247,29 @@ def test_parameter_that_a_later_batch_misses_has_zero_rows():
         train(training_of(model))
 
 
+@pytest.mark.parametrize(("share", "steps"), [(0.02, 12), (0.0, 8)])
+def test_layers_that_the_data_choose_may_be_missed_in_the_first_batches(share, steps):
+    """Expert g has one example, or none: then it is refused, because nothing but noise would reach it."""
+
+    def forward(m: Calls, x: torch.Tensor) -> torch.Tensor:
+        y = m.f(x)
+        for low, high, expert in [(-1, share, m.g), (share, 0.6, m.h), (0.6, 2, m.i)]:
+            rows = ((low <= x[:, 0]) & (x[:, 0] < high)).nonzero()[:, 0]
+            y = y.index_add(0, rows, expert(x[rows])) if len(rows) else y
+        return y
+
+    x = torch.rand(N, 3, generator=torch.Generator().manual_seed(0))
+    x[:, 0] = torch.linspace(0, 1, N)
+    model = Calls(forward, **{name: nn.Linear(3, 2) for name in "fghi"})
+    training = training_of(model, TensorDataset(x, torch.arange(N) % 2), num_steps=12)
+    with (
+        pytest.warns(UserWarning, match=r"do not reach 'g\.weight', 'g\.bias'.* experts"),
+        contextlib.nullcontext() if share else pytest.raises(tp.Refused, match=r"never reach parameter 'g\.weight'"),
+    ):
+        train(training)
+    assert training.step_count == steps
+
+
 @pytest.mark.parametrize(("chance", "steps"), [(0.5, 12), (0.0, 8)])
 def test_layers_that_random_numbers_skip_may_be_missed_in_the_first_batches(chance, steps):
     model = Calls(

@@ -14,11 +14,11 @@ from ..support.ranks import Ranks, RefusedTogether
 from ..support.validate import quoted
 from ..support.warning import warn
 
-PATIENCE = 8  # batches that may miss a parameter, if random numbers may decide which layers are run
+PATIENCE = 8  # batches that may miss a parameter, if random numbers or the data may decide which layers are run
 WARNED = (
-    "PrivateTraining: the losses of the first batch do not reach {}. That is fine if random numbers decide which "
-    "layers are run, as with LayerDrop. Otherwise freeze what is not used, with requires_grad_(False): what is not "
-    f"reached in {PATIENCE} batches is refused."
+    "PrivateTraining: the losses of the first batch do not reach {}. That is fine if random numbers or the data decide "
+    "which layers are run, as with LayerDrop and experts. Otherwise freeze what is not used, with "
+    f"requires_grad_(False): what is not reached in {PATIENCE} batches is refused."
 )
 
 
@@ -35,16 +35,19 @@ class ReachedParameters:
         self.padding = dict(padding)  # of tables that were used for look-ups alone
         self._mechanism = mechanism
         self.drew = False  # whether random numbers were drawn in some turn
+        self._last: set[str] | None = None  # what the turn before has reached
+        self._varies = False  # whether two turns, with other examples, have reached other parameters
         self._num_batches, self._has_warned = 0, False
         self._known_to_all: Any = None
 
     def may_miss(self, names: Collection[str]) -> Collection[str]:
         """Returns which of the trained parameters the losses of the next batch may miss.
 
-        If random numbers were drawn, they may decide which layers are run. Then all may be missed in the first batches.
+        If random numbers were drawn, they may decide which layers are run, and the data do where turns with other
+        examples have reached others. Then all may be missed in the first batches.
         """
         self._num_batches += 1
-        return names if self.drew and self._num_batches <= PATIENCE else self.names
+        return names if (self.drew or self._varies) and self._num_batches <= PATIENCE else self.names
 
     def warn_of_missing(self, trained: Collection[str]) -> None:
         """Warns once of parameters that the losses have not reached, if that may be by chance."""
@@ -55,7 +58,14 @@ class ReachedParameters:
 
     def note(self, reached: Collection[str], used_otherwise: Collection[str]) -> None:
         """Adds what a batch has reached: layers that are skipped at random are reached when they are not skipped."""
-        self.names.update(reached)
+        reached, last = set(reached), self._last
+        self._varies |= last is not None and last != reached
+        self._last = reached
+        self.names |= reached
+        self._note_use(used_otherwise)
+
+    def _note_use(self, used_otherwise: Collection[str]) -> None:
+        """Notes parameters that are no tables of look-ups alone."""
         self.padding = {name: row for name, row in self.padding.items() if name not in used_otherwise}
 
     @property
@@ -75,7 +85,7 @@ class ReachedParameters:
             joined = np.bitwise_or.reduce([np.frombuffer(packed, np.uint8) for packed, _ in known])
             reached, used = np.split(np.unpackbits(joined, count=len(bits)).astype(bool), 2)
             self.names = {name for name, is_reached in zip(trained, reached, strict=True) if is_reached}
-            self.note((), {name for name, is_used in zip(trained, used, strict=True) if is_used})
+            self._note_use({name for name, is_used in zip(trained, used, strict=True) if is_used})
             self._mechanism.learn([learned for _, learned in known])
             self._known_to_all = self._known()
         missing = [name for name in trained if name not in self.names]
