@@ -106,6 +106,12 @@ def met(function: Callable[[Tensor, Tensor], Tensor], *shape: int) -> Callable[[
     return lambda: (Calls(lambda m, x: function(x, m.w), w=torch.randn(shape or (4,))), torch.randn(5, 6, 4))
 
 
+def written(h: Tensor, key: object, value: Tensor) -> Tensor:
+    """Returns h with a value at a key."""
+    h[key] = value
+    return h
+
+
 CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "linear, one position": lambda: (nn.Linear(3, 4), torch.randn(5, 3)),
     "linear, no bias": lambda: (nn.Linear(3, 4, bias=False), torch.randn(5, 3)),
@@ -316,6 +322,8 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "joined with a parameter": met(lambda x, w: torch.cat([x, w.expand(len(x), 2, 4)], 1)),
     "stacked with a parameter": met(lambda x, w: torch.stack([x, w.expand_as(x)], 2)),
     "leaky slope of each channel": met(F.prelu, 6),
+    "written into x": met(lambda x, w: written(x.clone(), (slice(None), slice(1, 3)), w)),
+    "written into flat x": met(lambda x, w: written(x.reshape(-1, 4) * 1.0, (slice(None), 0), w[0])),
     "by fallback: maximum": met(torch.maximum),
     "by fallback: power": met(lambda x, w: x.abs().pow(w)),
     "by fallback: distances": met(torch.cdist, 3, 4),

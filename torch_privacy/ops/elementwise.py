@@ -105,6 +105,19 @@ class PieceUse(EntrywiseUse):
 
 
 @dataclass(frozen=True)
+class WrittenUse(EntrywiseUse):
+    """Records one call of ``y[key] = p`` with a key that takes all of the first dimension, where the examples are."""
+
+    key: tuple[int | slice, ...]
+
+    def example_dims(self, b_ndim: int) -> list[int]:
+        return [0]
+
+    def op(self, b: Tensor, layout: AnyLayout) -> Op:
+        return Rows(sum_to_weight(in_sum_dtype(b)[self.key], self.weight, layout))
+
+
+@dataclass(frozen=True)
 class SlopeUse(EntrywiseUse):
     """Records a call of ``prelu``: ``y = x where x > 0, else p·x``, with one p per channel (dimension 1) or for all."""
 
@@ -207,6 +220,14 @@ def masked_fill(y: Tensor, input: Tensor, mask: Tensor, value: Tensor) -> Iterat
     yield ChosenUse(_tensor(value, y), mask)
 
 
+def write(y: Tensor, input: Tensor, key: Any, value: Tensor) -> Iterator[Use]:
+    """Records ``y = input``, but ``value`` at ``key``, for keys of slices and numbers that leave the examples first."""
+    keys = key if isinstance(key, tuple) else (key,)
+    is_simple = keys[:1] == (slice(None),) and all(type(one) in (int, slice) for one in keys)
+    if is_simple and isinstance(value, Tensor) and value.ndim <= y.ndim - sum(type(one) is int for one in keys):
+        yield WrittenUse(value, keys)
+
+
 def cat(y: Tensor, tensors: Sequence[Tensor], dim: int = 0) -> Iterator[Use]:
     """Records the concatenation ``y`` of the tensors."""
     start = 0
@@ -244,8 +265,9 @@ RECORDERS = {
     **dict.fromkeys((torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_), masked_fill),
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), cat),
     torch.stack: stack,
+    Tensor.__setitem__: write,
     **dict.fromkeys((F.prelu, torch.prelu), prelu),
 }
 
 # Functions that overwrite the input that their recorder needs; the tape passes a copy made before the call.
-OVERWRITING = {Tensor.mul_, Tensor.__imul__, Tensor.div_, Tensor.__itruediv__}
+OVERWRITING = {Tensor.mul_, Tensor.__imul__, Tensor.div_, Tensor.__itruediv__, Tensor.__setitem__}
