@@ -388,7 +388,7 @@ def test_check_refuses_losses_that_do_not_repeat():
     (problem,) = check(nn.Linear(3, 4), with_state, torch.randn(X)).problems
     assert problem.check == "examples"
     assert "does not give the same losses twice" in problem.text
-    assert "Use training.step_count in place of a counter" in problem.text
+    assert "use training.step_count in place of a counter" in problem.text
 
 
 RANDOM = {

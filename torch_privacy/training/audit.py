@@ -90,7 +90,7 @@ def audit(
         ...     for x, y in training:
         ...         training.step(torch.nn.functional.cross_entropy(model(x), y, reduction="none"))
         ...     return training
-        >>> audit = tp.audit(train, data, tp.GradientCanaries(200))
+        >>> audit = tp.audit(train, data, tp.GradientCanaries(200), significance=1e-4)
         >>> 0 <= audit.epsilon_low(1e-5) < audit.profile.epsilon(1e-5).high
         True
 
