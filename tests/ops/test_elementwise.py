@@ -4,7 +4,7 @@
 import torch
 
 from torch_privacy.ops._base import Layout
-from torch_privacy.ops.elementwise import sum_to_weight
+from torch_privacy.ops.elementwise import sum_to_weight, write
 
 
 def test_examples_along_a_later_dimension_are_not_taken_for_the_first_ones():
@@ -16,3 +16,10 @@ def test_examples_along_a_later_dimension_are_not_taken_for_the_first_ones():
         expected[i] = terms[:, i].sum(0)
         torch.testing.assert_close(row, expected)
     assert sum_to_weight(terms, weight, Layout(0, 1, 3, 1)).equal(terms)
+
+
+def test_what_is_written_into_some_examples_has_no_rule():
+    y, p = torch.randn(3, 2), torch.randn(2)
+    assert not [*write(y, y, slice(1, None), p)]
+    assert not [*write(y, y, (0, slice(None)), p)]
+    assert [use.key for use in write(y, y, (slice(None), 1), p[0])] == [(slice(None), 1)]  # type: ignore[attr-defined]

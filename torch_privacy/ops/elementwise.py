@@ -223,7 +223,7 @@ def masked_fill(y: Tensor, input: Tensor, mask: Tensor, value: Tensor) -> Iterat
 def write(y: Tensor, input: Tensor, key: Any, value: Tensor) -> Iterator[Use]:
     """Records ``y = input``, but ``value`` at ``key``, for keys of slices and numbers that leave the examples first."""
     keys = key if isinstance(key, tuple) else (key,)
-    is_simple = keys[:1] == (slice(None),) and all(type(one) in (int, slice) for one in keys)
+    is_simple = all(type(one) in (int, slice) for one in keys) and keys[:1] == (slice(None),)
     if is_simple and isinstance(value, Tensor) and value.ndim <= y.ndim - sum(type(one) is int for one in keys):
         yield WrittenUse(value, keys)
 

@@ -287,13 +287,13 @@ def _functions_of(value: Any) -> list[Any]:
     return [function for function in found if isinstance(function, (types.FunctionType, _LRU))]
 
 
-@functools.cache
 def _is_own_class(kind: type) -> bool:
     """True if a class is defined in the user's code."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return kind.__module__ == "__main__" if file is None else _is_own_code(file)
 
 
+@functools.cache
 def _is_own_code(file: str) -> bool:
     """True unless the file belongs to Python, to an installed package or to this one."""
     return not file.startswith("<frozen") and not str(Path(file).resolve()).startswith(_LIBRARIES)
