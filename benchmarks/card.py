@@ -39,6 +39,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import pretended_gpu
 
 from torch_privacy.mechanisms.noise import Noise, chacha
+from torch_privacy.training.condensed import AT_ONCE, COLUMNS, Condenser
 
 GPT2_SMALL = 124_439_808  # parameters
 MICROSECONDS = (5, 10)  # of the host for one launch: a fast one, and a slow one
@@ -241,13 +242,21 @@ def predicted() -> list[str]:
     return lines
 
 
-def of_noise(size: int) -> str:
-    """Returns the launches of the noise in a step with this many trained parameters, in several tensors."""
-    sums = {name: torch.zeros(8, device=pretended_gpu.NAME) for name in "ab"}
-    with pretended_gpu.watched() as log:
-        Noise().add_to(0, sums, 1.0)
-    each, chunks = sum(n for op, n in log.ops.items() if launches(op)), -(-size // chacha.CHUNK)
-    return f"noise of {size:,} parameters: {chunks} chunks of {each} launches, {chunks * each} in all"
+def of_release(size: int) -> str:
+    """Returns the launches of noise and fingerprint in a step with this many trained parameters, in several tensors."""
+    parts, found = {name: torch.zeros(COLUMNS, device=pretended_gpu.NAME) for name in "ab"}, []
+    condense = Condenser(bytes(32))
+    of_each = {
+        "noise": (lambda: Noise().add_to(0, parts, 1.0), chacha.CHUNK),
+        "fingerprint": (lambda: condense([*parts.values()]), AT_ONCE),
+    }
+    for name, (make, chunk) in of_each.items():
+        make()  # keys are copied once
+        with pretended_gpu.watched() as log:
+            make()
+        each, chunks = sum(n for op, n in log.ops.items() if launches(op)), -(-size // chunk)
+        found.append(f"{name}: {chunks} chunks of {each} launches, {chunks * each} in all")
+    return "\n".join([f"release of {size:,} parameters", *found])
 
 
 def main() -> None:
@@ -267,7 +276,7 @@ def main() -> None:
     unknown = [name for name in given.networks if name not in NETWORKS]
     if unknown:
         parser.error(f"unknown network {unknown[0]!r}: choose from {', '.join(NETWORKS)}.")
-    lines = [*predicted(), "", of_noise(GPT2_SMALL)] if given.launches else None
+    lines = [*predicted(), "", of_release(GPT2_SMALL)] if given.launches else None
     print("\n".join(lines or table(given.networks or [*NETWORKS], given.device, given.dtype, given.seconds)))
 
 

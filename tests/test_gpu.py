@@ -5,6 +5,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,10 +20,13 @@ from torch_privacy.jacobian.recording.functions import looks_up_examples
 from torch_privacy.jacobian.rows.plan import MemoryBudget
 from torch_privacy.mechanisms.noise import Noise, gaussian, grid_unit
 from torch_privacy.mechanisms.noise.chacha import ROUNDING, DeviceNormals, normals, normals_of
+from torch_privacy.mechanisms.noise.keystream import Keystream
 from torch_privacy.mechanisms.noise.processor import ProcessorNormals
 from torch_privacy.ops import dense, gram
 from torch_privacy.support.random_state import RandomState, SeededRandomNumbers, torch_generators
 from torch_privacy.support.torch_modes import full_precision
+from torch_privacy.training import condensed, release
+from torch_privacy.training.condensed import COLUMNS, Condenser
 from torch_privacy.training.weights import WeightGuard, WeightMarks
 
 register()
@@ -699,3 +703,37 @@ def test_noise_of_small_sums_is_that_of_the_cpu(most, monkeypatch):
         assert training.state_dict()["machine"]["generator"] == expected
     assert torch.allclose(*found, rtol=1e-4, atol=1e-5) == bool(most)
     assert waits == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("size", [COLUMNS - 1, COLUMNS, 3 * COLUMNS + 1])
+def test_condensed_tensors_are_the_keyed_sums_of_their_bits(size, dtype, monkeypatch):
+    monkeypatch.setattr(condensed, "AT_ONCE", 2 * COLUMNS)  # two chunks and more, which begin within a tensor
+    tensors = [torch.randn(n, dtype=torch.float64).mul(100).to(dtype) for n in (5, size)]
+    condense = Condenser(bytes(range(32)))
+    found = condense([tensor.to(GPU) for tensor in tensors]).cpu().numpy().tobytes()
+    bits = {1: np.uint8, 2: np.int16}.get(tensors[0].itemsize, np.int32)
+    words = np.concatenate([np.frombuffer(t.view(torch.uint8).numpy().tobytes(), bits) for t in tensors]).astype("<i4")
+    keys = np.frombuffer(Keystream(bytes(range(32))).words(0, 0, 2 * COLUMNS, bytearray(2**17 + 32)), "<i8")
+    expected = b""
+    for row in np.split(words, range(COLUMNS, len(words), COLUMNS)):
+        if len(row) == COLUMNS:
+            sums = [sum(map(int.__mul__, row.tolist(), of_row)) % 2**64 for of_row in keys.reshape(2, -1).tolist()]
+            expected += b"".join(one.to_bytes(8, "little") for one in sums)
+        else:
+            expected += row.tobytes()
+    assert found == expected
+
+
+def test_fingerprints_of_large_sums_depend_on_each_bit_and_little_is_copied(monkeypatch):
+    releases = training_on(GPU)._state.releases
+    there = torch.randn(release.COPIED // 4 + COLUMNS // 2, device=GPU)
+    read, bytes_of = [], release._bytes_of
+    monkeypatch.setattr(release, "_bytes_of", lambda tensor: read.append(tensor.nbytes) or bytes_of(tensor))
+    before = releases.tag(3, [there])
+    assert releases.tag(3, [there.clone()]) == before != releases.tag(4, [there])
+    for place in (0, COLUMNS, len(there) - 1):  # also one of those after the last whole row
+        other = there.cpu()
+        other.view(torch.int32)[place] ^= 1 << 31
+        assert releases.tag(3, [other.to(GPU)]) != before
+    assert max(read) < 2**15 < release.COPIED < there.nbytes

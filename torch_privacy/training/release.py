@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from ..mechanisms.noise import KEY_BYTES, BandedNoise, InverseBandedNoise, Noise
 from ..sampling.canaries import WithCanaries
 from ..support.ranks import Ranks, RefusedTogether
 from ..support.validate import Refused
+from .condensed import Condenser
 from .draws import Draws
 from .machine import NotRepeated
 from .placement import Placement, Ranked
@@ -28,6 +29,7 @@ from .settings import TrainingSettings
 RECORDED, NOT_REPEATED = 0, 1
 BEGUN = " new keys"  # after the fingerprint of their first release
 FEW, SMALL = 3, 2**20  # tensors, and numbers in all of them, from and up to which they are moved into one
+COPIED = 2**20  # bytes on a GPU up to which the host reads all of them
 
 # The releases of this process: noise key -> step -> fingerprint
 _RELEASED: dict[bytes, dict[int, str]] = {}
@@ -87,6 +89,7 @@ class Releases:
         self._ranks, self._made_here = ranks or Ranks(), made_here
         self.noise = _noise(settings, keys[0], since)
         self.draws = Draws(settings, keys[1], canaries=canaries, placement=placement)
+        self._condense = Condenser(self.draws.secret(b"condenser"))
         self._process = os.getpid()
 
     def number(self, step: int) -> int:
@@ -156,7 +159,8 @@ class Releases:
         A replay after a crash has the same fingerprint. The same step after other weights, learning rates or losses has
         another one, and must not be released, because it would have the same noise. No bit is left out: elsewhere the
         last bits of single numbers may differ, and then the difference of two releases would have no noise. Poly1305
-        takes 3 % of the time of drawing the noise; blake2b alone would take 40 %.
+        takes 3 % of the time of drawing the noise; blake2b alone would take 40 %. Of large tensors on a GPU it takes
+        what `Condenser` leaves of them.
         """
         digest = hashlib.blake2b(self.draws.sampler.key + step.to_bytes(8, "big"), key=self.noise.key, digest_size=8)
         digest.update(self.draws.indices(step).tobytes())
@@ -166,8 +170,18 @@ class Releases:
     def tag(self, step: int, tensors: Iterable[Tensor], purpose: bytes = b"tag") -> bytes:
         """Returns 16 bytes that depend on every bit of the tensors, and reveal nothing without the key."""
         tag = Poly1305(self.draws.secret(purpose, step))
-        for part in _bytes_of(tensors):
-            tag.update(part.data)
+        elsewhere: dict[torch.device, list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.is_cpu:
+                tag.update(_bytes_of(tensor))
+            else:
+                elsewhere.setdefault(tensor.device, []).append(tensor)
+        for several in elsewhere.values():  # the host waits once for each GPU
+            if sum(tensor.nbytes for tensor in several) > COPIED:
+                there = self._condense(several)
+            else:
+                there = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in several])
+            tag.update(_bytes_of(there.cpu()))
         return tag.finalize()
 
     def _check_noise(self, step: int, fingerprint: str) -> None:
@@ -221,15 +235,7 @@ def _in_few(sums: dict[str, Tensor], stddevs: Mapping[str, float]) -> tuple[Mapp
     return few, scales
 
 
-def _bytes_of(tensors: Iterable[Tensor]) -> Iterator[np.ndarray]:
-    """Yields the bytes of each tensor, in order; those of one GPU come in one copy, for which it waits."""
-    tensors = list(tensors)
-    gathered: dict[torch.device, Iterator[Tensor]] = {}
-    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
-        there = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.device == device]
-        gathered[device] = iter(torch.cat(there).cpu().split([len(part) for part in there]))
-    for tensor in tensors:
-        if tensor.is_cpu and tensor.dtype in (torch.float32, torch.float64):
-            yield tensor.numpy().reshape(-1).view(np.uint8)  # views of numpy cost less than those of torch
-        else:
-            yield (tensor.view(-1).view(torch.uint8) if tensor.is_cpu else next(gathered[tensor.device])).numpy()
+def _bytes_of(tensor: Tensor) -> memoryview:
+    if tensor.dtype in (torch.float32, torch.float64):
+        return tensor.numpy().reshape(-1).view(np.uint8).data  # views of numpy cost less than those of torch
+    return tensor.view(-1).view(torch.uint8).numpy().data
