@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import OpContract
+from contract import OpContract, assert_answers_of
 from torch import Tensor
 
 import torch_privacy  # noqa: F401  (registers the ops)
@@ -15,6 +15,7 @@ from torch_privacy.ops import Op
 from torch_privacy.ops.conv import Conv, Geometry
 from torch_privacy.ops.dense import Rows
 from torch_privacy.ops.embedding import Embedding, TiedEmbedding
+from torch_privacy.ops.half import HalfLinear
 from torch_privacy.ops.linear import Arrangement, Bilinear, GroupedLinear, Linear
 from torch_privacy.ops.routed import RoutedLinear
 
@@ -37,6 +38,38 @@ class TestLinear(OpContract):
 
     def strangers(self, n: int, form: str) -> list[Op]:
         return [*super().strangers(n, form), Rows(torch.randn(n, 2, 3))]
+
+
+class TestHalfLinear(OpContract):
+    """Factors are small integers, so that bfloat16 holds every row."""
+
+    kind = HalfLinear
+    forms: ClassVar = list(POSITIONS)
+
+    @pytest.fixture(autouse=True)
+    def in_float32(self) -> None:
+        torch.set_default_dtype(torch.float32)
+
+    def make(self, n: int, form: str) -> HalfLinear:
+        return HalfLinear(*(torch.randint(-2, 3, (n, POSITIONS[form], size)).bfloat16() for size in (3, 2)))
+
+    def spelled_out(self, op: HalfLinear) -> Tensor:
+        return torch.einsum("nte,ntd->ned", op.b.float(), op.x.float())
+
+    def strangers(self, n: int, form: str) -> list[Op]:
+        return [*super().strangers(n, form), Rows(torch.randn(n, 2, 3))]
+
+    @pytest.mark.parametrize("dtype", [torch.float32])
+    def test_answers_have_the_type_of_the_op(self, form: str, dtype: torch.dtype) -> None:
+        super().test_answers_have_the_type_of_the_op(form, dtype)
+
+    def test_other_uses_are_merged_in_float32(self, form: str) -> None:
+        op, linear = self.make(4, form), Linear(torch.randn(4, 4, 3), torch.randn(4, 4, 2))
+        table = Embedding(torch.randint(2, (4, 5)), torch.randn(4, 5, 3), op.shape)
+        for other, kind in ((linear, Linear), (table, TiedEmbedding)):
+            merged = op.merge(other)
+            assert type(merged) is kind
+            assert_answers_of(merged, op.rows() + other.rows())
 
 
 class TestGroupedLinear(OpContract):

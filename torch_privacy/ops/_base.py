@@ -221,6 +221,11 @@ def multiples(count: int, step: int, device: torch.device) -> Tensor:
     return offsets(((1 << max(0, count - 1).bit_length(), step),), device)[:count]
 
 
+def chunk_size(num_examples: int, floats: float) -> int:
+    """Returns how many examples to take at a time, given that temporaries for all would have ``floats`` numbers."""
+    return max(1, num_examples // max(1, math.ceil(floats / CHUNK_FLOATS)))
+
+
 HALF = frozenset({torch.float16, torch.bfloat16})
 
 

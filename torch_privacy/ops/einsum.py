@@ -16,7 +16,8 @@ from torch import Tensor
 from ._base import AnyLayout, Layout, Op, Use, in_one_dtype
 from .dense import Rows
 from .elementwise import TermUse, check_entries_per_example
-from .linear import Arrangement, Bilinear, GroupedLinear, Linear
+from .half import product_with_matrix
+from .linear import Arrangement, Bilinear, GroupedLinear
 
 Labels = tuple[str, ...]  # one for each dimension; a letter, or ".k" for the k-th broadcast dimension from the right
 Names = list[str]
@@ -47,6 +48,7 @@ class ContractionUse(Use):
         example, weight_sizes = self.y_labels[layout.dim], self._weight_sizes()
         if example in weight_sizes:
             return self._rows_of_entries_per_example(b, layout, weight_sizes)
+        in_half = b.dtype is torch.bfloat16
         x, b = in_one_dtype(self.x, b)
         x, x_labels = _without_single(x, self.x_labels, example)
         b, y_labels = _without_single(b if self.scale == 1 else b * self.scale, self.y_labels, example)
@@ -57,7 +59,7 @@ class ContractionUse(Use):
         positions = [label for label in in_both if label not in weight_sizes]
         x = _grouped(x, x_labels, (example, shared, positions, inputs), weight_sizes, layout)
         b = _grouped(b, y_labels, (example, shared, positions, outputs), weight_sizes, layout)
-        return _simplest(x, b, (shared, outputs, inputs), weight_sizes, self.weight.shape)
+        return _simplest(x, b, (shared, outputs, inputs), weight_sizes, self.weight.shape, in_half=in_half)
 
     def _weight_sizes(self) -> dict[str, int]:
         """Returns labels and sizes of the weight's dimensions of more than one entry."""
@@ -115,7 +117,13 @@ def _grouped(
 
 
 def _simplest(
-    x: Tensor, b: Tensor, roles: tuple[Names, Names, Names], weight_sizes: Mapping[str, int], shape: torch.Size
+    x: Tensor,
+    b: Tensor,
+    roles: tuple[Names, Names, Names],
+    weight_sizes: Mapping[str, int],
+    shape: torch.Size,
+    *,
+    in_half: bool,
 ) -> Op:
     """Returns the equivalent op with the simplest structure, so that different uses of one weight can be merged."""
     shared, outputs, inputs = roles
@@ -124,7 +132,7 @@ def _simplest(
     if next(label for label in weight_sizes if label not in shared) in inputs:  # the row of y = x W is the transpose
         x, b, outputs, inputs = b, x, inputs, outputs
     if len(shape) == 2 and not shared:
-        return Linear(x.squeeze(1), b.squeeze(1))
+        return product_with_matrix(x.squeeze(1), b.squeeze(1), in_half=in_half)
     return _arranged(x, b, (shared, outputs, inputs), weight_sizes, shape)
 
 
@@ -149,10 +157,13 @@ class LinearUse(Use):
         return (self.x,)
 
     def op(self, b: Tensor, layout: AnyLayout) -> Op:
-        x, b = in_one_dtype(self.x, b)
+        in_half = b.dtype is torch.bfloat16
+        x, b = (self.x, b) if in_half else in_one_dtype(self.x, b)
         if b.ndim == 2 and type(layout) is Layout and layout.num_examples == len(b):  # one position each
-            return Linear(x.unsqueeze(1), b.unsqueeze(1))
-        return Linear(_positions(layout.examples_first(x)), _positions(layout.examples_first(b)))
+            x, b = x.unsqueeze(1), b.unsqueeze(1)
+        else:
+            x, b = (_positions(layout.examples_first(factor)) for factor in (x, b))
+        return product_with_matrix(x, b, in_half=in_half)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ...ops import Op
-from ...ops._base import in_sum_dtype, outer
+from ...ops._base import chunk_size, in_sum_dtype, outer
 from ...ops.dense import Rows, sum_rows
 from ...ops.fallback import dense, for_each_cotangent
 from ...ops.linear import Linear
 from ...support.validate import Refused
 from ..parallel.shards import WayBack
-from .norms import chunk_size, first_squared_norms, projections, rows_and_norms, settled
+from .norms import first_squared_norms, projections, rows_and_norms, settled
 from .plan import Choice, MemoryBudget, choices, held_bytes, least_bytes
 
 SMALL = 2**16  # rows with at most this many numbers are joined and answer together: each call has its price

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from ...ops import Method, Op
-from ...ops._base import CHUNK_FLOATS
+from ...ops._base import CHUNK_FLOATS, chunk_size
 from ...ops.dense import Rows
 from .plan import FRESH_BYTES
 
@@ -75,11 +73,6 @@ def projections(op: Op, v: Tensor) -> Tensor:
     fits_cache = max(MIN_PROJECTED, min(MAX_PROJECTED, FRESH_BYTES // max(1, 4 * size)))
     step = max(chunk_size(n, n * size), min(k, fits_cache))
     return torch.cat([Rows(op.select(slice(i, i + step)).rows()).project(v) for i in range(0, n, step)])
-
-
-def chunk_size(num_examples: int, floats: float) -> int:
-    """Returns how many examples to take at a time, given that temporaries for all would have ``floats`` numbers."""
-    return max(1, num_examples // max(1, math.ceil(floats / CHUNK_FLOATS)))
 
 
 def _norms_of(method: Method, answer: Tensor) -> Tensor:

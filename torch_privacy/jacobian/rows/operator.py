@@ -12,13 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...ops._base import in_sum_dtype
+from ...ops._base import chunk_size, in_sum_dtype
 from ...ops.dense import Rows
 from ...support.torch_modes import exact
 from ..parallel.ranks import NO_OTHERS, ModelRanks
 from .blocks import Block, Direction, OuterProduct, disjoint
 from .joined import JoinedBlocks
-from .norms import chunk_size
 from .plan import choices
 
 

@@ -54,7 +54,7 @@ def choices(op: Op) -> list[Choice]:
     """Returns every choice for norms and clipped sum of an op, the fastest first."""
     methods = op.methods()
     held = held_bytes(op)
-    if len(methods) == 1:
+    if len(methods) == 1 and not methods[0].rows:
         return [Choice(methods[0], "x and b", methods[0].flops, held, _temporary_bytes(op, methods[0].floats))]
     makers = [method for method in methods if method.rows]
     least = min(methods, key=lambda method: method.flops)
