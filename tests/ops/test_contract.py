@@ -15,7 +15,7 @@ from torch_privacy.ops import Op
 from torch_privacy.ops.conv import Conv, Geometry
 from torch_privacy.ops.dense import Rows
 from torch_privacy.ops.embedding import Embedding, TiedEmbedding
-from torch_privacy.ops.half import HalfLinear
+from torch_privacy.ops.half import InHalf
 from torch_privacy.ops.linear import Arrangement, Bilinear, GroupedLinear, Linear
 from torch_privacy.ops.routed import RoutedLinear
 
@@ -40,21 +40,21 @@ class TestLinear(OpContract):
         return [*super().strangers(n, form), Rows(torch.randn(n, 2, 3))]
 
 
-class TestHalfLinear(OpContract):
+class TestInHalf(OpContract):
     """Factors are small integers, so that bfloat16 holds every row."""
 
-    kind = HalfLinear
-    forms: ClassVar = list(POSITIONS)
+    kind = InHalf
+    forms: ClassVar = ["no position", "several positions", "more positions than entries"]
 
     @pytest.fixture(autouse=True)
     def in_float32(self) -> None:
         torch.set_default_dtype(torch.float32)
 
-    def make(self, n: int, form: str) -> HalfLinear:
-        return HalfLinear(*(torch.randint(-2, 3, (n, POSITIONS[form], size)).bfloat16() for size in (3, 2)))
+    def make(self, n: int, form: str) -> InHalf:
+        return InHalf(Linear(*(torch.randint(-2, 3, (n, POSITIONS[form], size)).bfloat16() for size in (3, 2))))
 
-    def spelled_out(self, op: HalfLinear) -> Tensor:
-        return torch.einsum("nte,ntd->ned", op.b.float(), op.x.float())
+    def spelled_out(self, op: InHalf) -> Tensor:
+        return torch.einsum("nte,ntd->ned", op.op.b.float(), op.op.x.float())
 
     def strangers(self, n: int, form: str) -> list[Op]:
         return [*super().strangers(n, form), Rows(torch.randn(n, 2, 3))]

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._base import AnyLayout, Method, Op, Use, in_one_dtype, in_sum_dtype
+from ._base import AnyLayout, Method, Op, Use, in_sum_dtype
 from .conv_costs import BOXED_GRAM, GRAM, KEPT, NARROW, NATIVE_ROWS, ROWS, SHIFTED_ROWS, ConvCosts, Costs
 from .dense import Rows, product
 from .gram import norms_from_gram
+from .half import in_its_precision
 from .unfold import Geometry, by_group, half_unfolded, padded, unfolded, unfolded_channels_last
 
 VECTOR = 16  # float32 numbers in the largest vector registers
@@ -236,8 +237,8 @@ class ConvUse(Use):
         return (self.x,)
 
     def op(self, b: Tensor, layout: AnyLayout) -> Op:
-        x, b = in_one_dtype(self.x, b)
-        return Conv(layout.examples_first(x), layout.examples_first(b), self.geometry)
+        op = Conv(layout.examples_first(self.x), layout.examples_first(b), self.geometry)
+        return in_its_precision(op, op.b.shape[3:].numel() * op.b.shape[1], in_half=b.dtype is torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -248,8 +249,7 @@ class TransposedConvUse(ConvUse):
     """
 
     def op(self, b: Tensor, layout: AnyLayout) -> Op:
-        x, b = in_one_dtype(self.x, b)
-        g, size = self.geometry, b.shape[2:]
+        x, g, size, in_half = self.x, self.geometry, b.shape[2:], b.dtype is torch.bfloat16
         spare = [
             size + 2 * padding - covered
             for size, padding, covered in zip(size, g.padding, g.covered(x.shape[2:]), strict=True)
@@ -261,7 +261,8 @@ class TransposedConvUse(ConvUse):
                 side for p, left in zip(reversed(g.padding), reversed(spare), strict=True) for side in (p, p - left)
             ]
             b, g = F.pad(b, sides), replace(g, padding=(0,) * len(g.padding))
-        return Conv(layout.examples_first(b), layout.examples_first(x), g)
+        op = Conv(layout.examples_first(b), layout.examples_first(x), g)
+        return in_its_precision(op, op.b.shape[3:].numel() * op.b.shape[1], in_half=in_half)
 
 
 @dataclass(frozen=True)

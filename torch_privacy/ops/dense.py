@@ -111,8 +111,11 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     A matrix product sums sequentially, and for terms of equal sign and size it loses up to k/2 units in the last place,
     depending on the processor. Here sums have at most 150 terms, are added by 4 and then in pairs. Partial sums are
     added while they are in the cache; on a CPU ``baddbmm`` would add its terms one by one to the previous sum. Matrices
-    with lines far apart in memory, like those of a time-first tensor, are first copied, a few at a time.
+    with lines far apart in memory, like those of a time-first tensor, are first copied, a few at a time. In bfloat16
+    sums are rounded at the end, and the product is torch's own.
     """
+    if a.dtype is torch.bfloat16:
+        return a @ b
     far_apart = _far_apart(a) or _far_apart(b)
     if a.shape[2] <= SUMMED and not far_apart:
         return a @ b

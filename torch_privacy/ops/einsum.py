@@ -16,8 +16,8 @@ from torch import Tensor
 from ._base import AnyLayout, Layout, Op, Use, in_one_dtype
 from .dense import Rows
 from .elementwise import TermUse, check_entries_per_example
-from .half import product_with_matrix
-from .linear import Arrangement, Bilinear, GroupedLinear
+from .half import in_its_precision
+from .linear import Arrangement, Bilinear, GroupedLinear, Linear
 
 Labels = tuple[str, ...]  # one for each dimension; a letter, or ".k" for the k-th broadcast dimension from the right
 Names = list[str]
@@ -132,7 +132,7 @@ def _simplest(
     if next(label for label in weight_sizes if label not in shared) in inputs:  # the row of y = x W is the transpose
         x, b, outputs, inputs = b, x, inputs, outputs
     if len(shape) == 2 and not shared:
-        return product_with_matrix(x.squeeze(1), b.squeeze(1), in_half=in_half)
+        return in_its_precision(Linear(x.squeeze(1), b.squeeze(1)), x.shape[2], in_half=in_half)
     return _arranged(x, b, (shared, outputs, inputs), weight_sizes, shape)
 
 
@@ -157,13 +157,12 @@ class LinearUse(Use):
         return (self.x,)
 
     def op(self, b: Tensor, layout: AnyLayout) -> Op:
-        in_half = b.dtype is torch.bfloat16
-        x, b = (self.x, b) if in_half else in_one_dtype(self.x, b)
+        x, in_half = self.x, b.dtype is torch.bfloat16
         if b.ndim == 2 and type(layout) is Layout and layout.num_examples == len(b):  # one position each
             x, b = x.unsqueeze(1), b.unsqueeze(1)
         else:
             x, b = (_positions(layout.examples_first(factor)) for factor in (x, b))
-        return product_with_matrix(x, b, in_half=in_half)
+        return in_its_precision(Linear(x, b), x.shape[1], in_half=in_half)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products with a matrix in bfloat16: rows as the network's own backward rounds them."""
+"""Products and convolutions in bfloat16: rows as the network's own backward rounds them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._base import Method, Op, chunk_size, in_one_dtype
 from .dense import Rows
-from .linear import Linear
 
 LEAST_POSITIONS = 32  # of an example; for fewer, factors in float32 need less time than rows
 MOST_ENTRIES = 2**24  # of a weight; the row of one example is made at once
@@ -19,26 +19,23 @@ SPEED, PASSES = 4, 30  # products in the time of one in float32; operations in t
 
 
 @dataclass(frozen=True)
-class HalfLinear(Op):
-    """A weight ``W`` used as ``y = x Wᵀ`` in bfloat16; row i is ``Σₜ bᵢₜ xᵢₜᵀ``, rounded to bfloat16.
+class InHalf(Op):
+    """An op with factors ``x`` and ``b`` in bfloat16; its rows are rounded to bfloat16.
 
     So does autograd round the gradient of one example. Norms and sums are of the same rounded rows, in float32. The
     product takes a quarter of the time of one in float32 on processors with instructions for bfloat16, and less than a
     tenth on cards.
-
-    Shapes: ``x`` (n, t, d), ``b`` (n, t, e), both bfloat16; ``W`` (e, d).
     """
 
-    x: Tensor
-    b: Tensor
+    op: Any  # an `Op` with factors x and b, such as a `Linear`
 
     @property
     def num_examples(self) -> int:
-        return self.x.shape[0]
+        return self.op.num_examples
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((self.b.shape[2], self.x.shape[2]))
+        return self.op.shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,18 +43,19 @@ class HalfLinear(Op):
 
     def merge(self, other: Op) -> Op | None:
         """Merges two uses of one weight; those that have a common form in float32 only, in that form."""
-        if isinstance(other, HalfLinear):
-            return HalfLinear(torch.cat([self.x, other.x], 1), torch.cat([self.b, other.b], 1))
-        full = Linear(self.x.float(), self.b.float())
+        if isinstance(other, InHalf):
+            both = self.op.merge(other.op)
+            return None if both is None else InHalf(both)
+        full = replace(self.op, x=self.op.x.float(), b=self.op.b.float())
         return full.merge(other) or other.merge(full)
 
     def methods(self) -> list[Method]:
-        (n, t, d), e = self.x.shape, self.b.shape[2]
-        flops = n * d * e * (2 * t / SPEED + PASSES)
-        return [Method("rows in bfloat16", HalfLinear.rows, flops, floats=n * d * e, rows=True)]
+        least = min([method for method in self.op.methods() if method.rows], key=lambda method: method.flops)
+        flops = least.flops / SPEED + PASSES * self.num_examples * self.shape.numel()
+        return [Method("rows in bfloat16", InHalf.rows, flops, least.floats, rows=True)]
 
     def rows(self) -> Tensor:
-        return torch.bmm(self.b.mT, self.x).float()
+        return self.op.rows().float()
 
     def project(self, v: Tensor) -> Tensor:
         return torch.cat([rows.project(v) for _, rows in self._parts()])
@@ -68,21 +66,27 @@ class HalfLinear(Op):
             total += rows.weighted_sum(c[part])
         return total
 
-    def select(self, index: Tensor | slice) -> HalfLinear:
-        return HalfLinear(self.x[index], self.b[index])
+    def select(self, index: Tensor | slice) -> InHalf:
+        return InHalf(self.op.select(index))
 
     def _parts(self) -> Iterator[tuple[slice, Rows]]:
         """Yields the rows of some examples after the other, of as many as those whose norms are computed at once."""
-        n = self.num_examples
-        size = chunk_size(n, n * self.shape.numel())
+        n, (method,) = self.num_examples, self.methods()
+        size = chunk_size(n, method.floats)
         for i in range(0, max(n, 1), size):
             part = slice(i, i + size)
             yield part, Rows(self.select(part).rows())
 
 
-def product_with_matrix(x: Tensor, b: Tensor, *, in_half: bool) -> Op:
-    """Returns the block of ``y = x Wᵀ`` for x (n, t, d) and b (n, t, e); ``in_half`` if y was computed in bfloat16."""
-    positions, entries = x.shape[1], x.shape[2] * b.shape[2]
-    if in_half and positions >= LEAST_POSITIONS and entries <= MOST_ENTRIES:
-        return HalfLinear(x.bfloat16(), b.bfloat16())
-    return Linear(*in_one_dtype(x, b))
+def in_its_precision(op: Any, positions: int, *, in_half: bool) -> Op:
+    """Returns an op with factors x and b in one dtype: bfloat16 if y was computed in it and rows are cheap, or wider.
+
+    Args:
+        op: the op, with factors as they were recorded.
+        positions: number of products that an entry of a row sums.
+        in_half: whether y was computed in bfloat16.
+    """
+    if in_half and positions >= LEAST_POSITIONS and op.shape.numel() <= MOST_ENTRIES:
+        return InHalf(replace(op, x=op.x.bfloat16(), b=op.b.bfloat16()))
+    x, b = in_one_dtype(op.x, op.b)
+    return op if x is op.x and b is op.b else replace(op, x=x, b=b)
