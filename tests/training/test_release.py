@@ -34,6 +34,8 @@ import torch_privacy as tp
 from torch_privacy.mechanisms.base import PRICED_ROUNDING
 from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.mechanisms.sums import ROUNDING, BoundCheck
+from torch_privacy.model_check.rehearsal.turn import Answers
+from torch_privacy.training import step_run
 
 
 def test_step_releases_clipped_sum_plus_noise_over_expected_batch_size():
@@ -339,6 +341,22 @@ def test_training_under_autocast(dtype):
     training = training_of(model, dataset, expected_batch_size=32)
     train(training, losses=losses)
     assert training.step_count == 6
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_rehearsals_allow_for_the_rounding_of_autocast(autocast, monkeypatch):
+    """With other batch sizes torch takes other products, which round in bfloat16 though the losses are in float32."""
+    torch.set_default_dtype(torch.float32)
+    found = []
+    monkeypatch.setattr(step_run, "Answers", lambda **parts: found.append(parts["rounding"]) or Answers(**parts))
+
+    def losses(model, x, y):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return cross_entropy(model, x, y)
+
+    train(training_of(network(), data(), num_steps=1), losses=losses)
+    assert len(found) > 3
+    assert {*found} == {torch.finfo(torch.bfloat16 if autocast else torch.float32).eps}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

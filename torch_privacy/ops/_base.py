@@ -35,7 +35,7 @@ class Op(ABC):
     """Row block of the Jacobian for one tensor ``W``: row i is the gradient of example i's loss in ``W``.
 
     Shapes: n examples; ``W`` has the shape ``op.shape``. Everything is exact up to rounding in the dtype of ``b``;
-    half precision is converted to float32 before any sum.
+    half precision is converted to float32 before any sum over examples.
     """
 
     @property

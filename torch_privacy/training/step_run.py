@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..jacobian.parallel.shards import whole_losses
+from ..jacobian.recording.graph import Graph
 from ..jacobian.recording.paths import check_losses
 from ..jacobian.tape import Tape
 from ..mechanisms.sums import Recording, RunAgain, Summation
@@ -325,7 +326,9 @@ class StepRun:
         changed_buffers = check_user_code(pending, losses)
         changes = {} if turn.state is None else turn.state.changes()
         self._wait_for_losses()
-        losses = whole_losses(losses)
+        losses, dtypes = whole_losses(losses), {*map(_dtype, self._state.tensors.trained.values())}
+        if part.rehearsed and losses.grad_fn is not None:
+            dtypes |= Graph(losses).cast_dtypes()  # autocast computes in half precision what the losses no longer show
         summation = setup.mechanism.summation(part.share.units_of(turn.keep), turn.count)
         summation.defers = isinstance(setup.placement, Ranked) and setup.placement.reduces_in_buckets
         rows: RowAnswers | None = None
@@ -348,7 +351,7 @@ class StepRun:
             settled=tape is not None and not tape.measured,
             random=end,
             drew=end is not None and part.start != end,
-            rounding=max(map(_eps, {*map(_dtype, self._state.tensors.trained.values())})),
+            rounding=max(map(_eps, dtypes)),
             shapes=0 if tape is None else tape.code.shapes,
         )
         self._state.reached.drew |= answers.drew

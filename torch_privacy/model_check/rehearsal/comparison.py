@@ -20,6 +20,7 @@ from .turn import Answers, Turn
 
 TIGHT = 64  # units of rounding by which losses at equal shapes may differ
 TIGHT_ROWS = 1024  # the same for rows, which are long sums; in most networks both are equal to the last bit
+HALF = 1e-5  # units of rounding above this one are those of half precision
 ALIKE = 1e-5  # relative difference of answers that were computed twice
 NEGLIGIBLE = 1e-6  # rows this much shorter than the longest are not compared where shapes depend on the data
 COARSE = 0.02  # relative difference that is allowed in the norms of the rows of a part of the batch
@@ -187,8 +188,14 @@ def repeats(again: Tensor, first: Tensor, scale: Tensor) -> bool:
 
 
 def _rounding(original: Answers, loose: bool) -> float:
-    """Returns the unit of rounding; that of the losses' own type where equal shapes are computed equally."""
-    return max(_eps(original.losses.dtype), original.rounding if loose else 0.0)
+    """Returns the unit of rounding; that of the losses' own type where equal shapes are computed equally.
+
+    Where shapes differ, and half precision is on the way, `_tolerance` makes 8 of its units of what is returned.
+    """
+    least, coarsest = _eps(original.losses.dtype), original.rounding
+    if not loose:
+        return least
+    return max(least, 16 * coarsest**2 if coarsest > HALF else coarsest)
 
 
 def _eps(dtype: torch.dtype) -> float:
@@ -200,7 +207,7 @@ def _tolerance(eps: float, loose: bool) -> float:
 
     Half precision is allowed fewer units of rounding, because each of them is large.
     """
-    tight = 4 * eps if 1e-5 < eps < 0.01 else TIGHT * eps
+    tight = 4 * eps if HALF < eps < 0.01 else TIGHT * eps
     return min(2 * eps**0.5 if loose else tight, 0.2)
 
 
