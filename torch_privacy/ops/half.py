@@ -23,8 +23,8 @@ class InHalf(Op):
     """An op with factors ``x`` and ``b`` in bfloat16; its rows are rounded to bfloat16.
 
     So does autograd round the gradient of one example. Norms and sums are of the same rounded rows, in float32. The
-    product takes a quarter of the time of one in float32 on processors with instructions for bfloat16, and less than a
-    tenth on cards.
+    product takes a quarter of the time of one in float32 on processors with instructions for bfloat16, and by the data
+    sheets less than a tenth on cards.
     """
 
     op: Any  # an `Op` with factors x and b, such as a `Linear`
