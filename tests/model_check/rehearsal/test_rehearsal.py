@@ -443,6 +443,36 @@ def test_state_kept_by_the_forward_is_refused_by_name(name):
     assert_refused(Program(model, points(), match=f"the forward changed {named}", kept=kept))
 
 
+def counts_examples(m, x):
+    m.seen += len(x)
+
+
+@pytest.mark.parametrize("use", [lambda m, x: m.f(x), lambda m, x: m.f(F.dropout(x, 0.2))], ids=["plain", "dropout"])
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_a_count_of_the_examples_seen_is_refused_by_name(is_buffer, use):
+    model = Keeping(counts_examples, use, **({} if is_buffer else {"seen": 1}))
+    if is_buffer:
+        model.register_buffer("seen", torch.ones(()))
+    assert_refused(Program(model, points(), match="the forward changed 'seen'"))
+
+
+def makes_positions(m, x):
+    m.places = m.places if len(m.places) > len(x) else torch.arange(len(x))
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_a_table_that_grows_with_the_batch_may_be_kept_outside_of_the_model_s_file(is_buffer):
+    model = Keeping(makes_positions, lambda m, x: m.f(x) + 0 * m.places[: len(x), None])
+    places = torch.arange(0)
+    if is_buffer:
+        model.register_buffer("places", places, persistent=False)
+    else:
+        model.places = places
+    program = Program(model, points())
+    program.run(training := program.training())
+    assert training.step_count == 6
+
+
 OVERWRITTEN = {  # state of a batch that is never read before it is written again
     "an attribute": lambda m, x: setattr(m, "last", x.mean(0)),
     "a mapping": lambda m, x: m.seen.update(last=x.sum().item()),

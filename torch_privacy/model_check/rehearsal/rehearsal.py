@@ -13,12 +13,13 @@ alone. A rehearsal shows that for any code, without inspecting it:
 Where the data decide how many numbers are drawn, or which example gets them, a difference may mean nothing. Then the
 comparison is made again with random numbers that do not move, and the difference counts if it shows there, too.
 
-Buffers and attributes are put back before every run. What a run changes in them must not depend on the examples.
+Buffers and attributes are put back before every run. What a run changes in them must not depend on the examples, nor
+on how many there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,7 +162,7 @@ class Rehearsal:
                 moved.update(marks.changed(self._model))
 
         def run(turn: Turn) -> Generator[Turn, Answers, Answers]:
-            turn.prepare, turn.state = lambda: prepare(turn), before if turn.keep is None else None
+            turn.prepare, turn.state = lambda: prepare(turn), before
             return (yield turn)
 
         redrawn = Redrawn(
@@ -170,6 +171,7 @@ class Rehearsal:
         replaced = yield from self._replacements(run, redrawn)
         self._comparison.parts_alone = not replaced
         removed = yield from self._removals(run, redrawn, replaced)
+        took_sizes = yield from self._took_sizes_beside_draws(redrawn, removed)
         original = yield from run(Turn(self._examples.batch, self._examples.count, is_batch=True))
         if moved:
             return moved, set()
@@ -177,12 +179,15 @@ class Rehearsal:
         if changed:
             raise Refused(written_into(changed))
         took_data = {name for part in replaced for name in self._took_data(part.answers, part.whole or original)}
+        for part in removed:
+            took_sizes |= set() if part.whole else self._took_data(part.answers, original)
+        took_data |= took_sizes
         by_loop = self._changed_by_loop(replaced, ended[1:])
         self._check_loop(by_loop - took_data - self._memory.overwritten - self._memory.varying)
         findings, are_doubtful = yield from self._findings(run, redrawn, [*replaced, *removed], original)
         if are_doubtful and not findings:
             original = yield from self._again(run, original, is_batch=True)
-        in_file = took_data & {name for name, _ in self._model.named_buffers()}
+        in_file = took_data & set(_saved_buffers(self._model))
         if took_data and not findings and not in_file and not took_data & self._expected.keys():
             original = yield from self._leave_out_varying(run, took_data, replaced, original)
         if took_data and not findings and not in_file:
@@ -217,6 +222,23 @@ class Rehearsal:
         if answers.settled and original.settled:
             names |= differing(answers.later, original.later)
         return names - self._memory.overwritten - self._memory.varying
+
+    def _took_sizes_beside_draws(
+        self, redrawn: Redrawn, removed: Sequence[OtherRun]
+    ) -> Generator[Turn, Answers, set[str]]:
+        """Returns the names of what holds something else for a part of the batch, such as the number of examples.
+
+        Here random numbers are drawn. A difference counts if it is still there where they are equal in all places.
+        """
+        names: set[str] = set()
+        for part in removed:
+            found = self._took_data(part.answers, part.whole) - names if part.whole else set()
+            if found:
+                level = redrawn.at_levels(by_row=False)[0]
+                fixed = yield from redrawn.other(part.keep, level, rows=False, is_part=True)
+                if fixed is not None and fixed.whole is not None:
+                    names |= found & self._took_data(fixed.answers, fixed.whole)
+        return names
 
     def _leave_out_varying(
         self, run: Run, took_data: set[str], replaced: Sequence[OtherRun], original: Answers
@@ -356,3 +378,11 @@ class Rehearsal:
             places = np.arange(turn.count) if is_part else finding.kept
             where = again.first_difference(once, finding.kept, places, loose=is_part)
         raise Refused(depend(finding.what, "" if finding.cure else where, finding.cure))
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[str]:
+    """Yields the names of the buffers that are in the model's file."""
+    for prefix, module in model.named_modules():
+        unsaved = getattr(module, "_non_persistent_buffers_set", ())
+        names = (key for key, _ in module.named_buffers(recurse=False, remove_duplicate=False) if key not in unsaved)
+        yield from (f"{prefix}.{key}" if prefix else key for key in names)
