@@ -12,7 +12,7 @@ import re
 import time
 import warnings
 import weakref
-from collections import Counter, deque
+from collections import Counter, UserDict, deque
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -369,6 +369,48 @@ def object_of_a_library(training, model):
             args.mean = float(losses.detach().mean())
 
 
+def attribute_of_a_weight(training, model):
+    weight = model[0].weight
+    weight.importance = 1.0
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * weight.importance):
+            weight.importance = float(losses.detach().mean())
+
+
+def mapping_written_in_python(training, model):
+    memory = UserDict(mean=1.0)
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * memory["mean"]):
+            memory["mean"] = float(losses.detach().mean())
+
+
+def list_of_mappings(training, model):
+    groups = [{"mean": torch.ones(())}]
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * groups[0]["mean"]):
+            groups[0]["mean"] = losses.detach().mean()
+
+
+def mean_in_inference_mode(training, model):
+    mean = torch.ones(1)
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * (1 + mean)):
+            with torch.inference_mode():
+                mean = losses.mean(0, keepdim=True)
+
+
+def sparse_counts(training, model):
+    counts = torch.eye(2).to_sparse()
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * counts.to_dense().diagonal()[y]):
+            counts = torch.diag(torch.bincount(y, minlength=2) / 6.0).to_sparse()
+
+
 def attribute_of_the_model(training, model):
     model.mean = 1.0
     for x, y, _ in training:
@@ -434,6 +476,11 @@ NAMED = {  # loop -> the variable that warning and statement name
     generator_that_was_sent_losses: "average",
     context_variable: "context",
     object_of_a_library: "args.mean",
+    attribute_of_a_weight: "model.0.weight.importance",
+    mapping_written_in_python: "memory.data",
+    list_of_mappings: "groups",
+    mean_in_inference_mode: "mean",
+    sparse_counts: "counts",
     attribute_of_the_model: "model.mean",
     table_of_losses: "log",
     scale_of_gradients_alone: "scale",

@@ -52,7 +52,7 @@ def has_entries(value: Tensor | np.ndarray) -> bool:
     """True if the entries of a tensor or an array can be read and compared."""
     if isinstance(value, np.ndarray):
         return True
-    return value.layout is torch.strided and not (value.is_meta or value.is_inference() or value.is_nested)
+    return value.layout is torch.strided and not (value.is_meta or value.is_nested)
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def fill(value: Any, content: Any) -> None:
         if has_entries(value) and value.shape != content.shape:  # it was resized in place
             value.data = content.clone()
         elif has_entries(value) and not same(value.detach(), content):
-            with torch.no_grad():
+            with torch.inference_mode(value.is_inference()), torch.no_grad():
                 value.copy_(content)
     elif isinstance(value, np.ndarray):
         if value.flags.writeable and value.shape == content.shape:

@@ -155,11 +155,17 @@ def _other_numbers(value: Tensor | np.ndarray, old: Any) -> Any:
         if isinstance(old, np.ndarray) and old.shape == value.shape and old.dtype == value.dtype:
             return old.copy()
         return _rolled(torch.from_numpy(value.copy())).numpy() if value.dtype.kind in "fiu" and value.size else MISSING
-    if not has_entries(value) or not value.numel():
+    fits = isinstance(old, Tensor) and _kind(value) == _kind(old)
+    if not has_entries(value):  # such as a sparse one
+        return old if fits and old is not value else MISSING
+    if not value.numel():
         return MISSING
-    fits = isinstance(old, Tensor) and (value.shape, value.dtype, value.device) == (old.shape, old.dtype, old.device)
     other = old.clone() if fits else _rolled(value.detach())
     return other.requires_grad_() if value.requires_grad and value.is_leaf else other
+
+
+def _kind(value: Tensor) -> tuple[Any, ...]:
+    return value.shape, value.dtype, value.device, value.layout
 
 
 def rows_of(value: Any, rows: np.ndarray) -> Any:

@@ -176,7 +176,7 @@ def _weight_of(name: str, tensor: Tensor, weights: Mapping[str, Tensor]) -> Tens
     """Returns the weight of this name, or the one at this place of a list, if it has the same shape."""
     parts = [part for part in name.split(".") if part != "module"]
     named = [".".join(parts[start:]) for start in range(len(parts))]
-    if name.startswith("#") and int(name[1:]) < len(weights):
+    if name.startswith("#") and name[1:].isdigit() and int(name[1:]) < len(weights):
         named = [[*weights][int(name[1:])]]
     found = next((weights[key] for key in named if key in weights), None)
     return found if found is not None and found.shape == tensor.shape else None

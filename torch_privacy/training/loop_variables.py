@@ -13,6 +13,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
+from itertools import chain
 from types import CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -168,13 +169,13 @@ class Finder:
         is_data, is_simple = _kinds(type(value))
         if is_data or is_cached(value) or is_table(value):
             self._found.setdefault((scope, name), Variable(scope, name, group or name, access, holder, place))
-        if not is_simple:
+        if not is_simple or _own_entries(value):
             self._descend(scope, name, value, group)
 
     def _descend(self, scope: str, name: str, value: Any, group: str = "") -> None:
         """Walks over the parts of a container, and over what a module, an object, a function or a class holds."""
         _, is_simple = _kinds(type(value))
-        if is_simple or id(value) in self._seen:
+        if (is_simple and not _own_entries(value)) or id(value) in self._seen:
             return
         if isinstance(value, type):
             return self._visit_class(value)
@@ -188,8 +189,10 @@ class Finder:
 
     def _descend_into(self, scope: str, name: str, value: Any, group: str) -> None:
         if isinstance(value, _DATA):
-            for key, part in _parts(value):
+            for key, part in () if isinstance(value, _SIMPLE) else _parts(value):
                 self._descend(scope, f"{name}[{key!r}]", part, group)
+            for key, holder in _own_entries(value):
+                self._visit(scope, f"{name}.{key}", ENTRY, holder, key, group)
         elif isinstance(value, nn.Module):
             self._visit_module(scope, name, value, group or name)
         elif isinstance(value, MethodType):
@@ -279,13 +282,13 @@ def attributes_of(value: Any, name: str | None = None) -> list[Variable]:
 
 
 def attributes_of_model(model: nn.Module, names: Collection[str]) -> list[Variable]:
-    """Returns those attributes of a model and its parts that have one of these names and hold data."""
-    modules = ((f"model.{prefix}" if prefix else "model", module) for prefix, module in model.named_modules())
+    """Returns those attributes of a model, its parts and its tensors that have one of these names and hold data."""
+    parts = chain(model.named_modules(), model.named_parameters(), model.named_buffers())
     found = [
         variable
-        for name, module in modules
-        for variable in attributes_of(module, name)
-        if variable.place in names and variable.place not in _settings_of(type(module))
+        for prefix, part in parts
+        for variable in attributes_of(part, f"model.{prefix}" if prefix else "model")
+        if variable.place in names and not (isinstance(part, nn.Module) and variable.place in _settings_of(type(part)))
     ]
     return [variable for variable in found if isinstance(variable.read(), _DATA)]
 
@@ -318,6 +321,18 @@ def _parts(container: Any) -> Iterator[tuple[Any, Any]]:
         keys, values = keys_and_values(container)
         if not all(isinstance(value, _NUMBERS) for value in values):
             yield from enumerate(values) if keys is None else zip(keys, values, strict=True)
+
+
+def _own_entries(value: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the attributes that a tensor, a number or a container has besides its content, and what has them.
+
+    So has a mapping that is written in Python; not what is an entry, too, as in a `ModelOutput` of transformers.
+    """
+    holder = getattr(value, "__dict__", None) if isinstance(value, _DATA) else None
+    if not holder or not isinstance(holder, dict):
+        return []
+    entries = {*map(id, keys_and_values(value)[1])} if isinstance(value, Mapping) else ()
+    return [(key, holder) for key, part in list(holder.items()) if id(part) not in entries]
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Access, Any]]:
