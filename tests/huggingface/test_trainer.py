@@ -27,6 +27,7 @@ from transformers import (
 )
 
 import torch_privacy as tp
+from torch_privacy.huggingface import PrivateTrainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning"),  # by PEFT
@@ -234,3 +235,24 @@ def test_owners_are_a_column_of_the_data(kind, tmp_path):
     assert trainer.training.statement()["unit"] == "one author, at most 2 of its examples in a step"
     with pytest.raises(ValueError, match=r"owners='name' is no .*author"):
         tp.Examples(kind(rows), owners="name", per_owner=2)
+
+
+class WeighedByTheLast(PrivateTrainer):
+    """Carries the mean loss of each batch into the losses of the next one."""
+
+    scale = 1.0
+
+    def losses(self, model, inputs):
+        return super().losses(model, inputs) * self.scale
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        losses = super().training_step(model, inputs, num_items_in_batch)
+        if not self.training.rehearsing:
+            self.scale = float(losses.mean()) / self.scale
+        return losses
+
+
+def test_attributes_of_a_trainer_that_the_loop_has_no_name_for_are_looked_at(tmp_path):
+    collator = DataCollatorWithPadding(tokenizer())
+    with pytest.warns(UserWarning, match=r"losses depend on 'WeighedByTheLast\.scale'"):
+        trainer_of(tmp_path, bert(), encoded(), collator, {}, max_steps=9, kind=WeighedByTheLast).train()

@@ -88,12 +88,25 @@ class Variable(NamedTuple):
 
 def frames_of_loop() -> list[FrameType]:
     """Returns the frames of the user's code that are on the stack, the innermost first."""
-    frame, outside = sys._getframe(1), []
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(PACKAGES):
-            outside.append(frame)
-        frame = frame.f_back
+    outside = [frame for frame in _stack() if not frame.f_code.co_filename.startswith(PACKAGES)]
     return [frame for frame in outside if not _is_library(frame.f_code.co_filename)] or outside[:1]
+
+
+def objects_of_loop() -> list[Any]:
+    """Returns the objects of the user's classes that run code of a library, such as a Trainer's subclass.
+
+    The user's code may have no name for them, as in ``Trainer(...).train()``.
+    """
+    methods = [frame for frame in _stack() if frame.f_code.co_argcount and frame.f_code.co_varnames[0] == "self"]
+    objects = [frame.f_locals.get("self") for frame in methods if _is_library(frame.f_code.co_filename)]
+    return [value for value in objects if _is_users(type(value))]
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 @functools.lru_cache(maxsize=4096)

@@ -31,7 +31,16 @@ from .loop_causes import CauseSearch
 from .loop_contents import Exchange, content_of
 from .loop_rows import OtherRows, reads_others
 from .loop_suspects import Counts, Suspect, Suspects, grouped
-from .loop_variables import Finder, Variable, attributes_of, attributes_of_model, frames_of_loop, is_small, parts_of
+from .loop_variables import (
+    Finder,
+    Variable,
+    attributes_of,
+    attributes_of_model,
+    frames_of_loop,
+    is_small,
+    objects_of_loop,
+    parts_of,
+)
 
 Script = Generator[Turn, Answers, None]
 _Key = tuple[str, str]
@@ -177,7 +186,7 @@ class LoopWatch:
         model = self._model
         own = [*model.modules(), *model.parameters(), *model.buffers(), *self._excluded(), *parts_of(examples.batch)]
         finder = Finder(own)
-        found = finder.variables(frames_of_loop(), *examples.code)
+        found = finder.variables(frames_of_loop(), *objects_of_loop(), *examples.code)
         self._of_model = {v.key: v for v in attributes_of_model(model, finder.named)}
         self._written |= {k for k, v in self._of_model.items() if k in self._left and not same(v.read(), self._left[k])}
         self._left = {}
