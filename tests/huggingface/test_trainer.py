@@ -247,7 +247,7 @@ class WeighedByTheLast(PrivateTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         losses = super().training_step(model, inputs, num_items_in_batch)
-        if not self.training.rehearsing:
+        if self.training is not None and not self.training.rehearsing:
             self.scale = float(losses.mean()) / self.scale
         return losses
 

@@ -419,6 +419,22 @@ def attribute_of_the_model(training, model):
             model.mean = float(losses.detach().mean())
 
 
+def attribute_of_the_model_set_once(training, model):
+    model.mean = 1.0
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * model.mean) and training.step_count == 4:
+            model.mean = float(losses.detach().mean())
+
+
+def number_set_once(training, model):
+    number = 1.0  # another number is new to the code, so that the batch comes again for a full rehearsal
+    for x, y, _ in training:
+        losses = errors(model, x, y)
+        if training.step(losses * number) and training.step_count == 4:
+            number = float(losses.detach().mean())
+
+
 def table_of_losses(training, model):
     log = pandas.DataFrame({"loss": [1.0]})
     for x, y, _ in training:
@@ -482,6 +498,8 @@ NAMED = {  # loop -> the variable that warning and statement name
     mean_in_inference_mode: "mean",
     sparse_counts: "counts",
     attribute_of_the_model: "model.mean",
+    attribute_of_the_model_set_once: "model.mean",
+    number_set_once: "number",
     table_of_losses: "log",
     scale_of_gradients_alone: "scale",
     two_tasks_weighted_by_the_last_losses: "ratio",

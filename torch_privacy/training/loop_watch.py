@@ -79,7 +79,9 @@ class LoopWatch:
         self._earlier: Mapping[_Key, Any] | None = None  # contents at an earlier rehearsed batch
         self._counts = Counts()
         self._of_model: dict[_Key, Variable] = {}  # attributes of the model that the loop's code names
-        self._left: dict[_Key, Any] = {}  # their contents when the last batch ended, if it was rehearsed in full
+        self._left: dict[_Key, Any] = {}  # their contents when the last rehearsed batch ended
+        self._has_left = False  # whether that was the last batch of all
+        self._by_forward: set[_Key] = set()  # those that change between a batch and its step
         self._written: set[_Key] = set()  # those that the loop writes between batches
 
     @property
@@ -98,27 +100,39 @@ class LoopWatch:
         the whole rehearsal is made again with turns that are apart, to find the cause.
         """
         found = self.variables(examples)
+        begun = {key: content_of(variable.read()) for key, variable in self._of_model.items()}
         self.suspects.renew(found)
         self.suspects.observe(step)
         before = {key: content_of(variable.read()) for key, variable in found.items()}
         earlier = before if self._earlier is None else self._earlier
         self._counts.note(found, step)
         batch = _Rehearsed(examples, earlier, OtherRows(examples, often=not rows), step, units, rows)
-        self._earlier, script = before, turns()
-        turn = next(script)
-        if turn.replaces and not rows:
-            if (yield from self._joined(script, turn, *self.changed(found, batch))):
-                return
-            script = turns()
-            turn = next(script)
-        run = _Runs(self, batch, {} if rows else found)
+        known, is_over, script = self._earlier, False, turns()
+        self._earlier = before
         try:
-            yield from run.turns(script, turn)
+            turn = next(script)
+            if turn.replaces and not rows:
+                if is_over := (yield from self._joined(script, turn, *self.changed(found, batch))):
+                    return
+                script = turns()
+                turn = next(script)
+            run = _Runs(self, batch, {} if rows else found)
+            try:
+                yield from run.turns(script, turn)
+                is_over = True
+            finally:
+                script.close()
+                run.settle()
         finally:
-            script.close()
-            run.settle()
-            self._left = {key: content_of(v.read()) for key, v in self._of_model.items()} if rows else {}
-            self._of_model = {}
+            self._leave(begun)
+            if not is_over:  # the batch comes again, as for code that is new
+                self._earlier = known
+
+    def _leave(self, begun: Mapping[_Key, Any]) -> None:
+        """Notes what is in the model's attributes when a rehearsed batch ends, and which of them the batch changed."""
+        self._left = {key: content_of(variable.read()) for key, variable in self._of_model.items()}
+        self._by_forward |= {key for key, left in self._left.items() if not same(begun.get(key, MISSING), left)}
+        self._of_model, self._has_left = {}, True
 
     def _joined(
         self, script: Script, turn: Turn, others: list[_Other], kept: list[Variable]
@@ -158,7 +172,7 @@ class LoopWatch:
 
     def watched(self, turn: Turn, step: int) -> Script:
         """Yields the turn of a batch that is not rehearsed; sees what becomes of variables on which losses depend."""
-        self._left = {}
+        self._has_left = False
         self.suspects.observe(step)
         if self.suspects.found:
             turn.around = self.suspects.watching
@@ -188,7 +202,8 @@ class LoopWatch:
         finder = Finder(own)
         found = finder.variables(frames_of_loop(), *objects_of_loop(), *examples.code)
         self._of_model = {v.key: v for v in attributes_of_model(model, finder.named)}
-        self._written |= {k for k, v in self._of_model.items() if k in self._left and not same(v.read(), self._left[k])}
+        left = {key: content for key, content in self._left.items() if self._has_left or key not in self._by_forward}
+        self._written |= {k for k, v in self._of_model.items() if k in left and not same(v.read(), left[k])}
         self._left = {}
         found += [variable for key, variable in self._of_model.items() if key in self._written]
         if examples.fetches_here:
