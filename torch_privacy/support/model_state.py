@@ -120,6 +120,7 @@ class ModelState:
         self._entries = [(entry, Saved(entry[3], length_if_long)) for entry in self._current_entries()]
         self._places = {(place_of(holder), key) for (_, holder, key, _), _ in self._entries}
         self._hooks = [(registry, frozenset(registry)) for registry in _hook_registries(self._modules)]
+        self._extra = dict(extra_states(self._modules))
 
     def _current_entries(self, *, with_parameters: bool = True) -> Iterator[Entry]:
         frozen = _parameter_entries(self._modules, self._parameters if with_parameters else ())
@@ -147,8 +148,9 @@ class ModelState:
     def changes(self, *, with_parameters: bool = False) -> dict[str, Any]:
         """Returns dotted name -> present content of everything that has changed."""
         left_out = () if with_parameters else self._parameters
-        before = {name: saved.content for (name, *_), saved in self._entries if name not in left_out}
+        before = {name: saved.content for (name, *_), saved in self._entries if name not in left_out} | self._extra
         now = {name: value for name, _, _, value in self._current_entries(with_parameters=with_parameters)}
+        now |= extra_states(self._modules)
         changed = [name for name in {**before, **now} if not same(now.get(name, MISSING), before.get(name, MISSING))]
         return {name: copied(now.get(name, MISSING), length_if_long) for name in changed}
 
@@ -193,6 +195,18 @@ class ParameterDigests:
             before, after = _by_name(self._copies, self._sizes), _by_name(copies, sizes)
             changed += [name for name, copy in after.items() if not same(copy, before.get(name, MISSING))]
         return changed
+
+
+def extra_states(modules: Modules) -> Iterator[tuple[str, Any]]:
+    """Yields what modules put into the model's file besides parameters and buffers, by its names there.
+
+    What does not compare equal when it is asked for twice, such as an object made anew, is left out.
+    """
+    for prefix, module in modules:
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            content = copied(module.get_extra_state())
+            if same(module.get_extra_state(), content):
+                yield f"{prefix}._extra_state" if prefix else "_extra_state", content
 
 
 def _hook_registries(modules: Modules) -> list[MutableMapping[int, Any]]:

@@ -473,6 +473,21 @@ def test_a_table_that_grows_with_the_batch_may_be_kept_outside_of_the_model_s_fi
     assert training.step_count == 6
 
 
+class WithExtraState(Keeping):
+    """Saves the mean of the last batch in its file."""
+
+    def get_extra_state(self):
+        return {"last": self.last}
+
+    def set_extra_state(self, state):
+        self.last = state["last"]
+
+
+def test_extra_state_that_takes_in_data_is_refused_though_it_is_never_read():
+    model = WithExtraState(lambda m, x: setattr(m, "last", x.mean(0)), last=torch.zeros(D))
+    assert_refused(Program(model, points(), match=r"the forward changed '_extra_state', 'last'"))
+
+
 OVERWRITTEN = {  # state of a batch that is never read before it is written again
     "an attribute": lambda m, x: setattr(m, "last", x.mean(0)),
     "a mapping": lambda m, x: m.seen.update(last=x.sum().item()),

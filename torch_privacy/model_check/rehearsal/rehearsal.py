@@ -28,7 +28,7 @@ from torch import nn
 
 from ...support.contents import Saved, same
 from ...support.draws import AS_DRAWN, Rule
-from ...support.model_state import ModelState, ParameterDigests
+from ...support.model_state import ModelState, ParameterDigests, extra_states
 from ...support.validate import Refused, quoted
 from .comparison import (
     REPEATED,
@@ -187,7 +187,7 @@ class Rehearsal:
         findings, are_doubtful = yield from self._findings(run, redrawn, [*replaced, *removed], original)
         if are_doubtful and not findings:
             original = yield from self._again(run, original, is_batch=True)
-        in_file = took_data & set(_saved_buffers(self._model))
+        in_file = took_data & set(_in_file(self._model))
         if took_data and not findings and not in_file and not took_data & self._expected.keys():
             original = yield from self._leave_out_varying(run, took_data, replaced, original)
         if took_data and not findings and not in_file:
@@ -380,8 +380,9 @@ class Rehearsal:
         raise Refused(depend(finding.what, "" if finding.cure else where, finding.cure))
 
 
-def _saved_buffers(model: nn.Module) -> Iterator[str]:
-    """Yields the names of the buffers that are in the model's file."""
+def _in_file(model: nn.Module) -> Iterator[str]:
+    """Yields the names of what is in the model's file besides parameters."""
+    yield from (name for name, _ in extra_states([*model.named_modules()]))
     for prefix, module in model.named_modules():
         unsaved = getattr(module, "_non_persistent_buffers_set", ())
         names = (key for key, _ in module.named_buffers(recurse=False, remove_duplicate=False) if key not in unsaved)
