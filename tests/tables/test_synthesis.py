@@ -401,6 +401,12 @@ def test_the_probabilities_of_all_rows_add_up_to_one():
     assert np.abs(drawn - chances).max() < 6 * math.sqrt(0.25 / 100_000)
 
 
+def test_a_network_of_a_single_column_is_trained(tmp_path):
+    """Its embedding, which no column depends on, was refused after the first step."""
+    run = GeneratorRun(tmp_path / "run", people()[["job"]], Schema(SCHEMA.columns[1:2], ""), settings("network"))
+    assert set(finished(run).draw(50)["job"]) <= {"", "other", *JOBS}
+
+
 def test_missing_and_unnamed_cells_are_rare_before_the_first_step():
     grid = ColumnGrid(SCHEMA)
     network = RowNetwork(grid.sizes, range(len(grid.sizes)), grid.rare)

@@ -38,6 +38,7 @@ class RowNetwork(nn.Module):
         self.register_buffer("starts", torch.tensor([0, *sizes]).cumsum(0)[:-1], persistent=False)
         self.embedding = nn.Embedding(sum(sizes), EMBEDDING)
         nn.init.normal_(self.embedding.weight, std=EMBEDDING**-0.5)
+        self.embedding.requires_grad_(len(sizes) > 1)  # no other column depends on the only one
         self.first = nn.Embedding(1, sizes[self.order[0]])  # logits of the first column, the same for all rows
         self.heads = nn.ModuleList(
             nn.Sequential(nn.Linear(EMBEDDING * place, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, sizes[column]))
