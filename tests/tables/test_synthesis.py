@@ -19,6 +19,7 @@ from torch_privacy.experiments.table_file import owners_in
 from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.runs.verify import verify
 from torch_privacy.tables import Column, Schema
+from torch_privacy.tables.encode import Encoder
 from torch_privacy.tables.synthesis import GeneratorRun, SynthesisSettings, plan
 from torch_privacy.tables.synthesis.cells import BINS, ColumnGrid
 from torch_privacy.tables.synthesis.chain import Chain, marginal
@@ -134,6 +135,25 @@ def test_drawn_numbers_have_the_decimal_mark_of_the_schema(decimal):
     drawn = grid.decode(codes, np.random.default_rng(0))
     assert drawn["bmi"].str.contains(decimal, regex=False).sum() > BINS / 2
     assert np.abs(grid.encode(drawn) - codes).max() <= 1  # rounding reaches the edge of a bin
+
+
+def test_numbers_of_any_size_come_back_within_their_bin():
+    """All numbers below 5e-13 were drawn as 0."""
+    grid = ColumnGrid(Schema((Column("farad", "number", (1e-13, 3e-13)),), ""))
+    codes = np.arange(1, 1 + BINS).reshape(-1, 1)
+    drawn = grid.decode(codes, np.random.default_rng(0))
+    assert drawn["farad"].astype(float).between(0.99e-13, 3.01e-13).all()
+    assert np.abs(grid.encode(drawn) - codes).max() <= 1  # rounding reaches the edge of a bin
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_number_far_beyond_tiny_bounds_gives_no_warning():
+    """A warning of an overflow says that such a row is there, at no price."""
+    columns = Column("x", "number", (0, 1e-9)), Column("y", "number", (0, 1e-9))
+    frame = pd.DataFrame({"x": ["inf", "-1e308", "5e-10"], "y": ["1e300", "0", "?"]})
+    assert ColumnGrid(Schema(columns, "")).encode(frame)[:, 0].tolist() == [BINS, 1, 1 + BINS // 2]
+    encoded = Encoder(Schema(columns, "y", "regression")).encode(frame)
+    assert encoded.numbers[:, 0].tolist() == [1, -1, 0]
 
 
 # Prices

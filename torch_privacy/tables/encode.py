@@ -233,9 +233,9 @@ class Encoder:
 def _scaled(column: Column, values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns the values, clipped to the bounds, such that the scale becomes [-1, 1]; NaN stays."""
     (low, high), ends = column.limits, column.scale_limits
+    values = np.clip(values, low, high)  # first: a warning of an overflow would show one row
     if column.log is None and ends == (low, high):
-        return np.clip((values - low) / (high - low), 0, 1) * 2 - 1
-    values = np.clip(values, low, high)
+        return (values - low) / (high - low) * 2 - 1
     if column.log is not None:
         values, ends = np.log1p(values / column.log), np.log1p(np.array(ends) / column.log)
     return (2 * values - ends[0] - ends[1]) / (ends[1] - ends[0])

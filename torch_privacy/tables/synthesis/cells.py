@@ -101,7 +101,8 @@ class ColumnGrid:
             is_number = column.kind == "number"
             found = numbers(cells, self.schema.rules) if is_number else dates(cells, day_first=column.day_first)
             low, high = column.limits
-            bins = np.clip(np.floor((np.nan_to_num(found) - low) / (high - low) * BINS), 0, BINS - 1).astype(np.int64)
+            within = np.clip(np.nan_to_num(found), low, high)  # first: a warning of an overflow would show one row
+            bins = np.minimum(np.floor((within - low) / (high - low) * BINS), BINS - 1).astype(np.int64)
             codes[:, place] = np.where(np.isnan(found), MISSING_CODE, 1 + bins)
             if is_number:
                 codes[(found == 0) & _has_zero(column), place] = 1 + BINS
@@ -133,8 +134,8 @@ class ColumnGrid:
             drawn = np.floor(first + (after - first) * rng.random(len(codes)))
             values = np.where(after > first, np.minimum(drawn, after - 1), np.round(start + width / 2))
         else:
-            unit = 10.0 ** (math.floor(math.log10(width)) - DIGITS)
-            values = np.round(np.round((start + width * rng.random(len(codes))) / unit) * unit, 12)
+            digits = min(DIGITS - math.floor(math.log10(width)), 300)  # after the point; 10³⁰⁹ is infinite
+            values = np.round(start + width * rng.random(len(codes)), digits)
         if column.kind == "date":
             texts = [(EPOCH + datetime.timedelta(days=int(day))).isoformat() for day in np.where(codes, values, 0)]
         else:
