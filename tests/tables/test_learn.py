@@ -238,6 +238,19 @@ def test_a_target_that_no_rows_of_this_number_can_show_is_refused_before_a_relea
     assert error.value.lines.startswith("[columns.y], kind = ")
 
 
+def test_many_open_columns_that_no_rows_of_this_number_can_show_are_refused_before_a_release(monkeypatch):
+    """It had cost its epsilon to learn that all of them are noise, in a message that named each of them."""
+    monkeypatch.setattr(inspect.getmodule(_learn_function), "noisy_counts", None)
+    frame = pd.DataFrame({f"c{i}": ["1"] * 300 for i in range(200)})
+    schema = Schema(tuple(Column(name, "learn") for name in frame), "")
+    with pytest.raises(TableError, match="No column can be learnt at this epsilon: each of 200 takes about ") as error:
+        learn(frame, schema, epsilon=0.3, delta=1e-6)
+    assert error.value.releases == ()
+    assert error.value.lines.startswith("[columns.c0], kind = ")
+    few = Schema(schema.columns[:5], "")
+    assert tables.doubt_of(few, 300, LearningBudget.of(few, 300, 1, 1.0, 1e-6)) is None
+
+
 def test_only_what_rows_and_epsilon_show_is_doubted():
     columns = (Column("x", "number", (0, 5)), Column("y", "category"))
     schema = Schema(columns, "y")

@@ -42,6 +42,7 @@ SCHEMA = Schema(
     "income",
     "classification",
 )
+OPEN = Schema(tuple(Column(column.name, "learn") for column in SCHEMA.columns), "")
 
 
 def people(n=400, seed=0):
@@ -387,6 +388,9 @@ def test_all_is_learnt_privately_and_what_cannot_be_is_said(tmp_path):
         ({"delta": 0.01}, "below 1/n"),
         ({"epsilon": -1.0}, "epsilon=-1.0 must be greater than 0"),
         ({"owners": [1] * 400}, "owners and per_owner belong together"),
+        ({"schema": OPEN, "epsilon": 0.05}, "each of 3 takes about .* rows, and there are 400.*it has cost nothing"),
+        ({"schema": Schema((*SCHEMA.columns[:2], Column("income", "category")), "income"), "epsilon": 0.2},
+         "a class of the target 'income' .* cannot be learnt.*it has cost nothing"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_a_sentence_and_nothing_is_written(change, message, tmp_path):

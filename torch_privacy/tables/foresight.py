@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says before anything is released what cannot be learnt of a target from a number of rows at an epsilon.
+"""Says before anything is released what cannot be learnt from a number of rows at an epsilon.
 
-A class must be in about as many rows as the threshold of categories, and numbers in as many as stand out of a
-histogram's noise. Both follow from the schema, the number of rows and epsilon alone, which are public.
+The cells of a column must be more than the noise of their counts, a class must be in about as many rows as the
+threshold of categories, and numbers in as many as stand out of a histogram's noise. All that follows from the schema,
+the number of rows and epsilon alone, which are public.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from .price import LearningBudget
 from .schema import Schema
 from .schema_file import toml_key
 
+MANY_ERRORS = 4.0  # standard deviations from which on a noisy count is said to be more than nothing
 RARE = 0.01  # share of the rows: a class that must be more frequent to be learnt deserves a warning
 TOO_RARE = 0.1  # the same for a refusal by the command, if the kind of the target is left open
 
 
 @dataclass(frozen=True)
 class Doubt:
-    """Says what cannot be learnt of the target, and the lines to write into the schema instead.
+    """Says what cannot be learnt, and the lines to write into the schema instead.
 
-    ``is_certain`` is True if the target will not be learnt, ``is_likely`` if a common one may not be; else only a rare
-    class is lost.
+    ``is_certain`` is True if the target or all columns will not be learnt, ``is_likely`` if a common target may not be;
+    else only a rare class is lost.
     """
 
     what: str
@@ -34,16 +36,23 @@ class Doubt:
 
 
 def doubt_of(schema: Schema, n: int, budget: LearningBudget) -> Doubt | None:
-    """Returns what cannot be learnt of the target from n rows, or n owners; None if there is no doubt.
+    """Returns what cannot be learnt of all columns, or of the target, from n rows or owners; None without a doubt.
 
     Guarantees:
         - computed from public quantities alone, before the first release.
-        - certain if two equally frequent classes, or equal numbers in all rows, would not be found.
+        - certain if two equally frequent classes, or equal numbers in all rows, would not be found, or if the kinds of
+          all columns but the target are open, and the cells of all rows would be no more than noise.
         - likely, too, if a class in a tenth of the rows would not, and the kind of the target is left open.
     """
+    rows = n * budget.rows  # of an owner at most as many
+    doubt = _of_target(schema, rows, budget)
+    return doubt if doubt is not None and doubt.is_certain else _of_all_columns(schema, rows, budget) or doubt
+
+
+def _of_target(schema: Schema, rows: int, budget: LearningBudget) -> Doubt | None:
     if not schema.target or not schema.target_column.is_open:
         return None
-    target, rows = schema.target_column, n * budget.rows  # of an owner at most as many
+    target = schema.target_column
     if schema.task == "regression":
         return _of_number(target.name, rows, budget)
     others = [column.kind for column in schema.columns if column is not target and column.is_open]
@@ -70,6 +79,20 @@ def doubt_of(schema: Schema, n: int, budget: LearningBudget) -> Doubt | None:
         )
     is_certain = least > rows / 2
     return Doubt(what, ", ".join(lines), is_certain, is_certain or (not is_declared and threshold > TOO_RARE * rows))
+
+
+def _of_all_columns(schema: Schema, rows: int, budget: LearningBudget) -> Doubt | None:
+    used = [column for column in schema.columns if column.kind != "ignored"]
+    least = MANY_ERRORS * budget.counts.stddev
+    features = [column for column in used if column.name != schema.target]
+    if not features or rows > least or any(column.kind != "learn" for column in features):
+        return None
+    what = (
+        f"no column can be learnt at this epsilon: each of {len(used):,} takes about {least:,.0f} rows, and there are "
+        f"{'at most ' if budget.rows > 1 else ''}{rows:,}"
+    )
+    kinds = 'kind = "category", categories = ["...", "..."], or kind = "ignored"'
+    return Doubt(what, f"[columns.{toml_key(features[0].name)}], {kinds}", is_certain=True)
 
 
 def _threshold(budget: LearningBudget, groups: int) -> int:

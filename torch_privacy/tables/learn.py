@@ -18,7 +18,7 @@ from ..support.validate import positive, strictly_between, whole
 from ..training.bound_data import reserve
 from .cells import Cells, dates, numbers, read_cells
 from .extra import needed
-from .foresight import doubt_of
+from .foresight import MANY_ERRORS, doubt_of
 from .learnt import Learnt, TableError
 from .mechanisms import CountNoise, frequent, noisy_counts
 from .price import LearningBudget
@@ -35,7 +35,7 @@ MAJORITY = 0.75  # share of the cells that must be numbers (or dates) where the 
 COVERED = 0.9  # share of the target's cells in frequent values, from which on it is a class
 MOST_CLASSES = 100
 LONGEST_CATEGORY = 200  # characters
-MANY_ERRORS = 4.0  # standard deviations from which on a noisy count is said to be more than nothing
+MOST_NOTES = 5  # in an error
 TOO_FEW = "has too few rows to learn its bounds at this epsilon"
 KINDS_OF_CELLS = ("missing", "number", "date", "date, month first", "date, day first", "text")
 USE_OF_CELLS = ("missing", "used", "not understood")
@@ -171,8 +171,10 @@ class _Learning:
             self._learn_bounds()
         self._say_counts()
         if all(column.kind == "ignored" or column.name == self._open.target for column in self._columns.values()):
+            first, rest = self._notes[:MOST_NOTES], len(self._notes[MOST_NOTES:])
+            more = f" And {rest} more." if rest else ""
             raise TableError(
-                f"Nothing can be learnt of any column at this epsilon ({' '.join(self._notes)}) Write bounds and "
+                f"Nothing can be learnt of any column at this epsilon ({' '.join(first)}{more}) Write bounds and "
                 "categories into a schema, or raise epsilon.",
                 self.releases,
             )

@@ -103,6 +103,12 @@ def counted(releases: Sequence[PlannedRelease]) -> Counted:
     return list(found.items())
 
 
+def learning_budget(settings: SynthesisSettings, schema: Schema, n: int) -> LearningBudget:
+    """Returns the price of what the schema leaves open."""
+    share = settings.learning_share
+    return LearningBudget.of(schema, n, settings.per_owner or 1, share * settings.epsilon, share * settings.delta)
+
+
 @dataclass(frozen=True)
 class Plan:
     """Holds what a run may release: it follows from settings, declared schema and number of rows or persons alone.
@@ -128,10 +134,8 @@ class Plan:
         """Returns the releases that learn the schema."""
         if self.schema.is_complete:
             return []
-        settings, share = self.settings, self.settings.learning_share
-        rows = settings.per_owner or 1
-        parts = LearningBudget.of(self.schema, self.n, rows, share * settings.epsilon, share * settings.delta)
-        return [(replace(event, unit=settings.unit), count) for event, count in parts.events]  # type: ignore[call-arg]
+        parts = learning_budget(self.settings, self.schema, self.n)
+        return [(replace(event, unit=self.settings.unit), count) for event, count in parts.events]  # type: ignore
 
     def releases(self, scale: float) -> list[PlannedRelease]:
         """Returns the releases of marginals, in their order; columns that learning leaves out count."""

@@ -13,11 +13,12 @@ from ...privacy.rounding import round_up
 from ...support.units import plural
 from ...support.validate import strictly_between
 from ..extra import needed
+from ..foresight import doubt_of
 from ..learn import TableError, capped, learn
 from ..learnt import as_plain, event_for
 from ..schema import Schema
 from ..split import owner_codes
-from .plan import WHERE, SynthesisSettings
+from .plan import WHERE, SynthesisSettings, learning_budget
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -81,6 +82,14 @@ class SourceRows:
                     f"{WHERE}: the column {column.name!r} has {number:,} categories in the schema, for {n:,} {what}; "
                     f'at most {MOST_VALUES:,} are synthesized. Give it kind = "ignored".'
                 )
+        if self.schema.is_complete:
+            return
+        doubt = doubt_of(self.schema, n, learning_budget(self.settings, self.schema, n))
+        if doubt is not None and doubt.is_certain:
+            raise ValueError(
+                f"{WHERE}: {doubt.what}. Write into a schema: {doubt.lines}. Nothing was learnt, and it has cost "
+                "nothing."
+            )
 
     def learn(self, ledger: privacy.Ledger) -> dict[str, Any]:
         """Learns what the schema leaves open; each release is in the ledger before it is used."""
