@@ -33,6 +33,7 @@ def folder(tmp_path, monkeypatch):
     people = pd.DataFrame({"age": age, "income": np.where(age + rng.normal(0, 10, 600) > 55, "high", "low")})
     people.to_csv(tmp_path / "people.csv", index=False)
     people[:150].to_csv(tmp_path / "few.csv", index=False)
+    people[:210].to_csv(tmp_path / "210.csv", index=False)
     (tmp_path / "schema.toml").write_text(SCHEMA)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -71,6 +72,7 @@ def test_rows_and_page_are_made_and_more_rows_are_drawn(folder, capsys):
     ("arguments", "message"),
     [
         ("few.csv --epsilon 1", "few.csv has 150 rows"),
+        ("210.csv --epsilon 1", "held out to judge the generator. A smaller --test-share than 0.1 leaves more"),
         ("people.csv", "name the total privacy loss with --epsilon"),
         ("people.csv --epsilon 1 --target incom", "--target 'incom' is no column of"),
         ("none.csv --epsilon 1", "none.csv: no such file or folder"),

@@ -116,7 +116,7 @@ def resume(folder: Path) -> Job:
 def _job(folder: Path, settings: SyntheticTableSettings) -> Job:
     from torch_privacy import privacy, tables
     from torch_privacy.experiments import table_file
-    from torch_privacy.support.units import ONE_EXAMPLE, unit_of_column
+    from torch_privacy.support.units import ONE_EXAMPLE, plural, unit_of_column
     from torch_privacy.tables.synthesis import GeneratorRun, SynthesisSettings
     from torch_privacy.tables.synthesis.source import FEWEST
     from torch_privacy.training.bound_data import bind_data
@@ -139,7 +139,13 @@ def _job(folder: Path, settings: SyntheticTableSettings) -> Job:
         _check.strictly_between(WHERE, 0, 1, test_share=settings.test_share)
         owners = table_file.owners_in(frame, settings.owner, path, WHERE)
         train_rows, test_rows = tables.split(len(frame), share=settings.test_share, owners=owners)
-        n = len(train_rows) if owners is None else len(set(owners[train_rows]))
+        n = table_file.num_units(owners, train_rows)
+        if n < FEWEST:
+            what = "rows" if owners is None else plural(unit_of_column(settings.owner or ""))
+            raise ValueError(
+                f"{WHERE}: {n} {what} of {path} are left to learn from, and {FEWEST} or more are needed: the others "
+                f"are held out to judge the generator. A smaller --test-share than {settings.test_share:g} leaves more."
+            )
         of_run = SynthesisSettings(
             generator=settings.generator,
             epsilon=settings.epsilon,
