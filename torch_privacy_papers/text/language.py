@@ -113,8 +113,16 @@ class LanguageModel(nn.Module):
         """Returns a text for each code, which begins with the prompt; the same ones for the same seed.
 
         Texts are drawn in batches of `AT_ONCE`, token by token, each with the network's own probability.
+
+        Raises:
+            ValueError: the prompt leaves no place for a token.
         """
-        begun = torch.tensor(self.reader.encode(prompt)[: self.reader.length - 2], dtype=torch.int64)
+        begun, most = torch.tensor(self.reader.encode(prompt), dtype=torch.int64), self.reader.length - 2
+        if len(begun) > most:
+            raise ValueError(
+                f"generate: the prompt has {len(begun):,} tokens, and texts of this network at most {most + 1}. Give "
+                f"one of at most {most}."
+            )
         rng = torch.Generator().manual_seed(seed)
         return [text for part in torch.tensor(codes).split(AT_ONCE) for text in self._drawn(part, begun, rng)]
 
