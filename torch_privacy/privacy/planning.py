@@ -80,8 +80,12 @@ class MeasuredTask:
     points: tuple[tuple[float, float], ...]
 
     def accuracy(self, total_signal: float) -> float:
-        """Returns the accuracy at a total signal, linear in its logarithm between points; the nearest beyond them."""
+        """Returns the accuracy at a total signal: a guess at 0, linear up to the first point and from there on in the
+        logarithm of the signal, and that of the last point beyond it.
+        """
         signals, accuracies = zip(*self.points, strict=True)
+        if total_signal < signals[0]:
+            return self.guess + (accuracies[0] - self.guess) * total_signal / signals[0]
         return float(np.interp(log(total_signal), np.log(signals), accuracies))
 
     def learnt(self, total_signal: float) -> float:
@@ -155,7 +159,7 @@ class TrainingPlan:
         about = f"{self.num_examples:,} examples, epsilon {self.target_epsilon:g} at delta = {short(self.delta)}"
         heads = f"{'steps':>6}{'batch':>10}{'noise multiplier':>18}{'signal':>9}{'examples touched':>20}"
         rows = [
-            f"{row.num_steps:6,}{row.expected_batch_size:10,}{round_up(row.noise_multiplier):>18}"
+            f"{row.num_steps:6,} {row.expected_batch_size:9,}{round_up(row.noise_multiplier):>18}"
             f"{100 * row.signal:7.0f} %{row.cost:20,}{'  <- take this' if row is self.chosen else ''}"
             for row in self.rows
         ]
