@@ -269,6 +269,27 @@ def test_a_run_that_was_stopped_goes_on_and_nothing_is_paid_twice(generator, tmp
     assert list(loaded.draw(0)) == list(found.draw(3))
 
 
+@pytest.mark.parametrize("generator", ["mst", "network"])
+def test_a_run_that_is_killed_before_its_first_release_keeps_what_it_has_learnt(generator, tmp_path, monkeypatch):
+    """Encoding the rows and the network's first check take seconds, and a run that ended there could not be resumed."""
+    schema, prepare = Schema((*SCHEMA.columns[:2], Column("income", "category")), "income"), GeneratorRun._prepare
+
+    def killed(self):
+        raise KeyboardInterrupt
+
+    chosen = SynthesisSettings(generator=generator, epsilon=4.0, delta=1e-5, steps=4)
+    monkeypatch.setattr(GeneratorRun, "_prepare", killed)
+    with pytest.raises(KeyboardInterrupt):
+        next(GeneratorRun(tmp_path / "run", people(900), schema, chosen).steps())
+    learnt = len(privacy.Ledger.read(tmp_path / "run/ledger.jsonl"))
+    monkeypatch.setattr(GeneratorRun, "_prepare", prepare)
+    run = GeneratorRun(tmp_path / "run", people(900), schema, chosen)
+    finished(run)
+    planned = sum(count for _, count in run.plan.generating(run.scale))
+    assert sum(count for _, count in privacy.Ledger.read(run.folder.ledger).events) == learnt + planned
+    assert not verify(tmp_path / "run").is_false
+
+
 def test_a_release_that_was_lost_after_the_ledger_is_made_again_with_the_same_noise(tmp_path, monkeypatch):
     counts, add, save = [], Noise.add_to, GeneratorRun._save
 

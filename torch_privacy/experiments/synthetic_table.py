@@ -106,10 +106,10 @@ def resume(folder: Path) -> Job:
     if settings.pop("experiment", None) != EXPERIMENT:
         raise ValueError(f"{WHERE}: {folder}: is no run of synthesize.")
     if not found.checkpoint.is_file():
-        what = "is complete" if found.generator.is_file() else "has no checkpoint, so it cannot be resumed"
-        raise ValueError(
-            f"{WHERE}: {folder}: this run {what}. Draw rows with: torch-privacy synthesize {folder} --rows N"
-        )
+        what = f"has no checkpoint, so it cannot be resumed. {found.ledger} has what was released. Name a new folder."
+        if found.generator.is_file():
+            what = f"is complete. Draw rows with: torch-privacy synthesize {folder} --rows N"
+        raise ValueError(f"{WHERE}: {folder}: this run {what}")
     return _job(folder, SyntheticTableSettings(**settings))
 
 

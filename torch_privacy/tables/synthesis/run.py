@@ -150,6 +150,7 @@ class GeneratorRun:
                 "network": None,
             }
             self.folder.write_settings(self._written, self.folder.write_json)
+            self._save()  # what was learnt is kept, however long the rest takes
             self._prepare()
             self._save()
         except BaseException:
