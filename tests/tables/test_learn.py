@@ -138,6 +138,17 @@ def test_prices_depend_on_schema_and_number_of_rows_alone():
     )
 
 
+def test_digits_after_a_zero_are_codes_and_no_numbers():
+    """Postcodes became numbers, so that a synthetic table had 1528 where the real one has 00123 and 12345."""
+    zips, n = np.array(["00123", "12345", "54321"]), 3000
+    cells = {"zip": zips[np.arange(n) % 3], "few": np.where(np.arange(n) % 1000, "7", "07"), "zero": ["0", "10"] * 1500}
+    found = learn(pd.DataFrame(cells), Schema(tuple(Column(name, "learn") for name in cells), ""), **MUCH).schema
+    assert [column.kind for column in found.columns] == ["category", "number", "number"]
+    assert found.columns[0].categories == tuple(zips)
+    regression = Schema((Column("zip", "learn"), Column("zero", "learn")), "zip", "regression")
+    assert learn(pd.DataFrame(cells)[["zip", "zero"]], regression, **MUCH).schema.target_column.kind == "number"
+
+
 def test_complete_schema_costs_counts_alone():
     columns = Column("x", "number", (0, 1)), Column("y", "category", categories=("a", "b"))
     frame = pd.DataFrame({"x": ["0.5", "?", "z", "3"] * 500, "y": ["a", "b", "c", ""] * 500})

@@ -29,6 +29,7 @@ _CURRENCY = r"(?:[$€£¥]|[A-Z]{3}\s)?"
 _UNIT = r"(?:\s?[%‰°€$£¥]|\s[A-Za-z°µ/²³%$€£¥]{1,6})?"
 NUMBER = re.compile(rf"({_SIGN})\s?{_CURRENCY}\s?({_SIGN})({_DIGITS}|inf|infinity){_UNIT}", re.IGNORECASE)
 PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
+CODE = re.compile(r"0\d+")
 MARKS = ",.'\u2019 \u00a0\u202f"  # that may separate thousands
 THOUSANDS = {mark: re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{re.escape(mark)}\d{{3}})+(?!\d)") for mark in MARKS}
 _TIME = r"(?:[T ]\s?(\d{1,2}):?(\d{2})(?::?(\d{2}(?:\.\d+)?))?\s?([AaPp][Mm])?\s?(?:Z|UTC|GMT|[+-]\d{2}:?(?:\d{2})?)?)?"
@@ -127,6 +128,11 @@ def numbers(cells: Cells, rules: Rules) -> NDArray[np.float64]:
     """
     parsed = np.array([parse_number(text, rules.decimal) for text in cells.values], np.float64)
     return cells.spread(parsed, np.nan)
+
+
+def codes(cells: Cells) -> NDArray[np.bool_]:
+    """Returns bool (n,): cells with a zero before other digits, as a postcode may have, and no number has."""
+    return cells.spread(np.array([CODE.fullmatch(text) is not None for text in cells.values], bool), False)
 
 
 def parse_number(text: str, decimal: str = ".") -> float:

@@ -16,7 +16,7 @@ from .. import privacy
 from ..privacy.release import new_fingerprint
 from ..support.validate import positive, strictly_between, whole
 from ..training.bound_data import reserve
-from .cells import Cells, dates, numbers, read_cells
+from .cells import Cells, codes, dates, numbers, read_cells
 from .extra import needed
 from .foresight import MANY_ERRORS, doubt_of
 from .learnt import Learnt, TableError
@@ -37,7 +37,7 @@ MOST_CLASSES = 100
 LONGEST_CATEGORY = 200  # characters
 MOST_NOTES = 5  # in an error
 TOO_FEW = "has too few rows to learn its bounds at this epsilon"
-KINDS_OF_CELLS = ("missing", "number", "date", "date, month first", "date, day first", "text")
+KINDS_OF_CELLS = ("missing", "code", "number", "date", "date, month first", "date, day first", "text")
 USE_OF_CELLS = ("missing", "used", "not understood")
 
 
@@ -58,8 +58,9 @@ def learn(
     There are up to four releases, one after the other, each by opendp and with an event of its own. Which there are,
     and their prices, depends on the schema and the number of rows alone:
 
-    1. **Counts**: for each column the cells that are missing, numbers, dates or text, with discrete Gaussian noise.
-       They decide the kinds to be learnt: number or date if three quarters of the cells are, else category.
+    1. **Counts**: for each column the cells that are missing, codes, numbers, dates or text, with discrete Gaussian
+       noise. They decide the kinds to be learnt: number or date if three quarters of the cells are, else category. A
+       code has a zero before other digits, as in 00123; a column with codes is a category.
     2. **Categories**: for each column all values with a noisy count above a threshold (discrete Gaussian noise). Rarer
        ones become "other".
     3. **Bounds**: two histograms of each number or date with discrete Gaussian noise, the second with finer bins in the
@@ -204,8 +205,8 @@ class _Learning:
         if column.kind == "learn":
             is_number = ~np.isnan(numbers(cells, rules))
             month, day = (~np.isnan(dates(cells, day_first=day_first)) for day_first in (False, True))
-            conditions = [cells.is_missing, is_number, month & day, month, day]
-            return KINDS_OF_CELLS, np.select(conditions, range(5), 5)
+            conditions = [cells.is_missing, codes(cells), is_number, month & day, month, day]
+            return KINDS_OF_CELLS, np.select(conditions, range(6), 6)
         if column.kind == "category":
             known = None if column.categories is None else set(column.categories)
             is_used = np.array([known is None or value in known for value in cells.values], bool)
@@ -228,7 +229,7 @@ class _Learning:
             is_target = name == self._open.target
             if not filled and not is_target:
                 used, column = 0, self._without(column, "empty, as far as can be learnt")
-            elif filled and sorts["number"] >= MAJORITY * filled:
+            elif filled and sorts["number"] >= MAJORITY * filled and not sorts["code"]:
                 used, column = sorts["number"], replace(column, kind="number")
             elif filled and all_dates >= MAJORITY * filled and not is_target:
                 day_first = self._open.day_first
@@ -238,7 +239,7 @@ class _Learning:
             else:
                 used, column = filled, replace(column, kind="category")
             if is_target and self._task is not None:
-                used = sorts["number"] if self._task == "regression" else filled
+                used = sorts["number"] + sorts["code"] if self._task == "regression" else filled
                 column = replace(column, kind=KIND_OF_TASK[self._task], day_first=False)
             self._columns[name] = column
             self._counts[name] = dict(zip(USE_OF_CELLS, (sorts["missing"], used, filled - used), strict=True))
