@@ -24,7 +24,7 @@ from torch_privacy.tables.synthesis import GeneratorRun, SynthesisSettings, plan
 from torch_privacy.tables.synthesis.cells import BINS, ColumnGrid
 from torch_privacy.tables.synthesis.chain import Chain, marginal
 from torch_privacy.tables.synthesis.graph import Model, NoisyCounts, elimination
-from torch_privacy.tables.synthesis.judge import Judgement, judge
+from torch_privacy.tables.synthesis.judge import Judgement, audit, judge
 from torch_privacy.tables.synthesis.marginals import Marginals, exponential_mechanism
 from torch_privacy.tables.synthesis.network import RARE, RowNetwork
 from torch_privacy.tables.synthesis.page import _scores_plot
@@ -326,6 +326,16 @@ def test_a_network_draws_the_persons_that_are_counted(tmp_path):
         run = GeneratorRun(tmp_path, people(), SCHEMA, settings("network", per_owner=1, unit="person"), owners=owners)
         assert tp.Examples(range(400), **run.source.of_owners).num_units == run.source.num_units == 200
     assert len(set(owners)) == 200
+
+
+@pytest.mark.parametrize("generator", ["mst", "network"])
+def test_an_audit_tests_the_claim_for_persons(generator, tmp_path):
+    """That of a network trained on rows without their persons: it tested another claim, a third of the epsilon."""
+    chosen = settings(generator, per_owner=2, unit="person", steps=2)
+    run = GeneratorRun(tmp_path / "run", people(), SCHEMA, chosen, owners=np.repeat(np.arange(200), 2))
+    finished(run)
+    claim = json.loads(run.folder.privacy.read_text())["epsilon"]["high"]
+    assert audit(run, 4).profile.epsilon_high(chosen.delta) == pytest.approx(claim, rel=0.05)
 
 
 @pytest.mark.thorough

@@ -234,7 +234,8 @@ OF_OWNER = "The audit spends the epsilon once more, on the same rows: its number
 
 def _audit_of_network(run: GeneratorRun, canaries: Codes, significance: float) -> Audit:
     def train(dataset: Any) -> PrivateTraining:
-        settings = {"seed": run.settings.seed, "noise_multiplier": run.scale, "data": dataset}
+        data = Examples(dataset, **run.source.of_owners)  # each canary is a person of its own
+        settings = {"seed": run.settings.seed, "noise_multiplier": run.scale, "data": data}
         made = NetworkTraining(run.codes, run.grid, run.order, run.plan.training, **settings)
         for (codes,) in made.training:  # an audit observes the batches of this loop alone
             made.training.step(made.network(codes))
