@@ -2,6 +2,8 @@
 """``synthesize``: rows and page from a file, more rows from the folder, and what is refused."""
 
 import json
+import shlex
+import signal
 import stat
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from torch_privacy.cli import run
 from torch_privacy.experiments.table_file import SHAPE
 from torch_privacy.runs.verify import verify
+from torch_privacy.tables.synthesis import GeneratorRun
 
 SCHEMA = """
 target = "income"
@@ -124,6 +127,26 @@ def test_what_cannot_be_learnt_is_refused_with_its_price_its_ledger_and_the_line
     assert "r/ledger.jsonl has what was released" in error
     assert run(["synthesize", "--resume", "r"]) == 2
     assert "ended here before its first step" in capsys.readouterr().err
+
+
+def test_a_run_that_is_stopped_says_how_to_go_on_with_all_that_was_asked(folder, capsys, monkeypatch):
+    """What was said lacked the file of the rows, the seed and the audit."""
+    steps = GeneratorRun.steps
+
+    def stopped(self):
+        for step in steps(self):
+            signal.raise_signal(signal.SIGTERM)
+            yield step
+
+    monkeypatch.setattr(GeneratorRun, "steps", stopped)
+    made = ["--epsilon", "3", "--generator", "mst", "--schema", "schema.toml", "--run", "r"]
+    asked = ["--rows", "5", "--out", "a b.csv", "--seed", "3", "--no-page"]
+    assert run(["synthesize", "people.csv", *made, *asked]) == 128 + signal.SIGTERM
+    said = "torch-privacy synthesize --resume r --rows 5 --out 'a b.csv' --seed 3 --no-page"
+    assert said in "".join(capsys.readouterr())
+    monkeypatch.setattr(GeneratorRun, "steps", steps)
+    assert run(shlex.split(said)[1:]) == 0
+    assert len(pd.read_csv(folder / "a b.csv")) == 5
 
 
 def test_a_column_that_the_schema_lacks_is_named_with_the_schemas_file(folder, capsys):

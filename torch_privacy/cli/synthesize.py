@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,7 +95,9 @@ def synthesize(
                     say(f"made {made} of {of} releases")
                 if signals.received:
                     say("stopped; continue with")
-                    say(f"  {again} {folder}{'' if rows is None else f' --rows {rows}'}")
+                    given = {"rows": rows, "out": out, "seed": seed, "audit": audit}
+                    options = [f"--{name} {shlex.quote(str(of))}" for name, of in given.items() if of is not None]
+                    say(" ".join([f"  {again}", str(folder), *options, *([] if page else ["--no-page"])]))
                     raise typer.Exit(128 + signals.received)
             for note in () if output.silent else job.run.notes:
                 say(note)
