@@ -462,6 +462,18 @@ def test_a_network_of_a_single_column_is_trained(tmp_path):
     assert set(finished(run).draw(50)["job"]) <= {"", "other", *JOBS}
 
 
+def test_a_network_draws_fractions_between_whole_bounds(tmp_path):
+    """Bounds such as 0 and 1 made all numbers whole, so that shares were drawn as 0 and 1."""
+    rng = np.random.default_rng(0)
+    cells = {"share": rng.random(400), "rooms": rng.integers(0, 9, 400), "years": rng.integers(0, 90, 400)}
+    bounds = {"share": (0, 1), "rooms": (0, 8), "years": (0, 90)}
+    schema = Schema(tuple(Column(name, "number", of) for name, of in bounds.items()), "")
+    chosen = SynthesisSettings(generator="network", epsilon=50.0, delta=1e-4, steps=60)
+    made = finished(GeneratorRun(tmp_path / "run", pd.DataFrame(cells).astype(str), schema, chosen))
+    assert made.whole == ("rooms", "years")
+    assert made.draw(100, 1)["share"].nunique() > 50
+
+
 def test_missing_and_unnamed_cells_are_rare_before_the_first_step():
     grid = ColumnGrid(SCHEMA)
     network = RowNetwork(grid.sizes, range(len(grid.sizes)), grid.rare)

@@ -80,6 +80,14 @@ class ColumnGrid:
         """Returns the places of the numbers, dates left out."""
         return tuple(place for place, column in enumerate(self.columns) if column.kind == "number")
 
+    def holds_whole(self, place: int) -> NDArray[np.bool_]:
+        """Returns for each value of a column of numbers whether it can be a whole number, (size,); a missing one is."""
+        low, high = self.columns[place].limits
+        ends = np.ceil(low + (high - low) / BINS * np.arange(BINS))
+        holds = np.ones(self.sizes[place], bool)
+        holds[1:BINS] = ends[1:] > ends[:-1]  # the last bin has the upper bound, and then comes zero
+        return holds
+
     def encode(self, frame: DataFrame) -> Codes:
         """Returns the value of each cell, int64 (n, k). A row depends on its own cells alone."""
         return self._encoded(frame)[0]

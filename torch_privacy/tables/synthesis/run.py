@@ -11,6 +11,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ... import privacy
 from ...privacy.budget_file import new_run
 from ...runs import checkpoint
@@ -21,7 +23,7 @@ from ..extra import needed
 from ..learnt import releases_in
 from ..read import rows_of
 from ..schema import Schema
-from .cells import ColumnGrid
+from .cells import Codes, ColumnGrid
 from .marginals import Marginals
 from .network import order_of
 from .network_training import STEPS_BETWEEN, NetworkTraining
@@ -34,6 +36,7 @@ from .synthesizer import Synthesizer
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+DRAWN = 10_000  # rows, to see what a network draws
 EXPERIMENT = "synthetic table"  # in the settings of the run folder
 
 
@@ -250,14 +253,21 @@ class GeneratorRun:
     def synthesizer(self) -> Synthesizer:
         """Returns the generator, after the last step: a function of the releases alone."""
         if self._network is not None:
-            columns = [column for column in self.grid.columns if column.kind == "number"]
-            names = [c.name for c in columns if all(float(end).is_integer() for end in c.bounds or ())]
-            return Synthesizer(self.grid, self._network.model, tuple(names))  # bounds are public
+            model = self._network.model
+            drawn = model.draw(DRAWN, np.random.default_rng(0))
+            names = [self.grid.names[place] for place in self.grid.numeric if self._is_whole(place, drawn)]
+            return Synthesizer(self.grid, model, tuple(names))
         assert self._marginals is not None
         numbers = [self.grid.names[place] for place in self.grid.numeric]
         released = self._marginals.released
         both = zip(numbers, released.fractional, strict=True)
         return Synthesizer(self.grid, released.chain(), tuple(name for name, is_fraction in both if not is_fraction))
+
+    def _is_whole(self, place: int, drawn: Codes) -> bool:
+        """True if a number has whole bounds, and drawn values leave out most bins in which no whole number lies."""
+        is_bounded = all(float(end).is_integer() for end in self.grid.columns[place].bounds or ())  # bounds are public
+        holds = self.grid.holds_whole(place)
+        return is_bounded and bool(holds.all() or 2 * (~holds[drawn[:, place]]).mean() < (~holds).mean())
 
     def profile(self) -> privacy.Profile:
         """Returns the price of all releases."""
