@@ -17,7 +17,16 @@ from scipy.stats import norm
 
 from torch_privacy import privacy, tables
 from torch_privacy.mechanisms import scales
-from torch_privacy.mechanisms.histograms import STANDS_OUT, ends_of_numbers, fine_ends, histogram, standing_out
+from torch_privacy.mechanisms.histograms import (
+    FEWER,
+    SHARE_OF_DECADE,
+    STANDS_OUT,
+    bins_in_decade,
+    ends_of_numbers,
+    fine_ends,
+    histogram,
+    standing_out,
+)
 from torch_privacy.privacy import ZeroConcentrated
 from torch_privacy.tables import Column, Encoder, Schema, TableError, learn, mechanisms, ranges
 from torch_privacy.tables import learn as _learn_function
@@ -395,6 +404,39 @@ def test_scales_find_the_values_within_wide_bounds_for_a_small_price(times):
     again = Schema.from_toml(learnt.schema.to_toml())
     assert again == learnt.schema
     assert not again.has_scales_to_learn
+
+
+SPREAD = {  # columns of a small table: numbers around 0, skewed ones, whole ones, some that crowd, and many zeros
+    "around 0": lambda rng, n: rng.normal(size=n),
+    "skewed": lambda rng, n: rng.lognormal(10, 0.8, n),
+    "ages": lambda rng, n: rng.normal(45, 15, n).clip(18, 95).round(),
+    "counts": lambda rng, n: rng.poisson(2, n),
+    "latitudes": lambda rng, n: rng.normal(40.7, 0.05, n),
+    "mostly zero": lambda rng, n: np.where(rng.random(n) < 0.7, 0.0, rng.lognormal(7, 1, n)),
+}
+
+
+def test_few_rows_lose_no_column_of_numbers_and_few_values():
+    """One of these six columns was ignored, and of another one more than half of the values were clipped."""
+    rng, n = np.random.default_rng(0), 1500
+    values = {name: make(rng, n).astype(float) for name, make in SPREAD.items()}
+    frame = pd.DataFrame(values).astype(str).assign(y=["a", "b"] * (n // 2))
+    schema = Schema((*(Column(name, "learn") for name in SPREAD), Column("y", "category", categories=("a", "b"))), "y")
+    columns = {column.name: column for column in learn(frame, schema, epsilon=0.9, delta=3e-6).schema.columns}
+    assert {name: columns[name].kind for name in SPREAD} == dict.fromkeys(SPREAD, "number")
+    for name, of in values.items():
+        low, high = columns[name].limits
+        assert np.mean((low <= of) & (of <= high)) > 0.7, name
+    low, high = columns["latitudes"].scale_limits
+    assert high - low < 20 * 0.05
+
+
+@pytest.mark.parametrize("per_decade", FEWER)
+def test_first_bins_are_as_fine_as_the_noise_allows(per_decade):
+    noise = SHARE_OF_DECADE / STANDS_OUT[0] / math.sqrt(per_decade)
+    assert bins_in_decade(0.999 * noise) == per_decade
+    assert bins_in_decade(1.001 * noise) < per_decade or per_decade == 1
+    assert np.all(np.diff(ends_of_numbers(per_decade)) > 0)
 
 
 def _first_rows(capped, owners, per_owner, n):

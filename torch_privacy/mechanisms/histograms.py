@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 SMALLEST, SMALL, LARGE, LARGEST = -15, -4, 10, 19  # powers of ten of the sizes that are distinguished
 PER_DECADE, PER_OUTER_DECADE = 40, 10  # between small and large, and beyond
+FEWER = (PER_DECADE, 20, 10, 4, 2, 1)  # what there may be in a decade, by the noise
 FINE_BINS = 64
 STANDS_OUT = (5.0, 4.0)  # standard deviations of the noise, in the first and the second histogram
 WIDTHS = (1, 4, 16, 40)  # numbers of neighboring bins that are looked at together
+SHARE_OF_DECADE = 0.1  # share of the rows that is to stand out also if it is spread over a decade
 Ends = NDArray[np.float64]  # (bins + 1,): where bins end, in increasing order
 Counts = NDArray[Any]  # (bins,): integers, or floats with noise
 
@@ -28,13 +30,22 @@ Counts = NDArray[Any]  # (bins,): integers, or floats with noise
 def ends_of_numbers(per_decade: int = PER_DECADE) -> Ends:
     """Returns the ends of the first bins of numbers of both signs: one around 0, and one for all beyond 1e19.
 
-    There are 40 in each decade from 1e-4 to 1e10. There are 10 below, down to 1e-15, for masses and concentrations in
-    their basic units, and above, up to 1e19, for times in nanoseconds and long identifiers.
+    There are 40 in each decade from 1e-4 to 1e10, or fewer. There are at most 10 below, down to 1e-15, for masses and
+    concentrations in their basic units, and above, up to 1e19, for times in nanoseconds and long identifiers.
     """
-    decades = [(SMALLEST, SMALL, PER_OUTER_DECADE), (SMALL, LARGE, per_decade), (LARGE, LARGEST, PER_OUTER_DECADE)]
+    outer = min(per_decade, PER_OUTER_DECADE)
+    decades = [(SMALLEST, SMALL, outer), (SMALL, LARGE, per_decade), (LARGE, LARGEST, outer)]
     parts = [10 ** (np.arange(first * number, last * number) / number) for first, last, number in decades]
     sizes = np.concatenate([*parts, [10.0**LARGEST, 10.0 ** (LARGEST + 2)]])
     return np.concatenate([-sizes[::-1], sizes])
+
+
+def bins_in_decade(noise: float) -> int:
+    """Returns how many of the first bins a decade has; ``noise`` is that of a count over the number of rows.
+
+    A tenth of the rows is to stand out also where it is spread over a decade, as are numbers around 0 and long tails.
+    """
+    return next((one for one in FEWER if STANDS_OUT[0] * noise * math.sqrt(one) <= SHARE_OF_DECADE), FEWER[-1])
 
 
 def ends_within(ends: Ends, low: float, high: float) -> Ends:
@@ -49,14 +60,16 @@ def histogram(values: NDArray[np.float64], ends: Ends) -> NDArray[np.int64]:
     return np.bincount(bins, minlength=len(ends) - 1)
 
 
-def standing_out(counts: Counts, ends: Ends, least: float) -> tuple[float, float] | None:
+def standing_out(
+    counts: Counts, ends: Ends, least: float, widths: tuple[int, ...] = WIDTHS
+) -> tuple[float, float] | None:
     """Returns the range of the bins with more than noise, None if there is none.
 
     ``least`` is for a single bin; of w neighbors together, which are looked at next, ``least √w`` must be exceeded by
     what has not stood out before. So the long tail of a distribution counts, too.
     """
     rest, found = counts.astype(float), np.zeros(len(counts), bool)
-    for width in WIDTHS:
+    for width in widths:
         starts = np.arange(0, len(rest), width)
         sums = np.add.reduceat(rest, starts)
         stands = np.repeat(sums > least * math.sqrt(width), width)[: len(rest)]
@@ -71,6 +84,6 @@ def standing_out(counts: Counts, ends: Ends, least: float) -> tuple[float, float
     return low, 1.0 if (low, high) == (0.0, tiny) else high  # values that are nearly all 0
 
 
-def fine_ends(low: float, high: float) -> Ends:
-    """Returns the ends of the second bins."""
-    return np.linspace(low, high, FINE_BINS + 1)
+def fine_ends(low: float, high: float, times: int = 1) -> Ends:
+    """Returns the ends of the second bins, 64 or so many times more."""
+    return np.linspace(low, high, times * FINE_BINS + 1)

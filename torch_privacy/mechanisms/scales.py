@@ -16,7 +16,20 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from .histograms import STANDS_OUT, Counts, Ends, ends_within, fine_ends, histogram, standing_out
+from .histograms import (
+    FINE_BINS,
+    PER_DECADE,
+    STANDS_OUT,
+    WIDTHS,
+    Counts,
+    Ends,
+    bins_in_decade,
+    ends_of_numbers,
+    ends_within,
+    fine_ends,
+    histogram,
+    standing_out,
+)
 
 LOW, HIGH = 0.1, 0.9  # quantiles that a scale is made of
 WIDER = 1.5  # half of a scale over half the distance of these quantiles: two standard deviations of a normal one
@@ -25,6 +38,9 @@ SKEWED = 0.4  # (q90 + q10 - 2 q50) / (q90 - q10) from which on the logarithm is
 NARROW = 0.02  # of the range that stands out: quantiles that are closer say little of the other values
 NOISIEST = 0.15  # noise on a cumulative count over the number of rows from which on quantiles are not believed
 STANDS_OUT_WITHIN = 3.5  # standard deviations where bounds are declared: noise widens a scale, and costs no values
+FINEST = 8  # times as many second bins at most
+FINE_WIDTHS = (1, 4)  # numbers of these that are looked at together: more would be the middle of values that are spread
+MOST = 0.8  # share of the values that must be in the narrower of two ranges
 COARSE = 10  # bins in a decade where bounds are declared
 Histogram = tuple[Counts, Ends]
 Name = TypeVar("Name", bound=Hashable)
@@ -38,11 +54,33 @@ class Numbers:
         values: (n,), NaN where missing.
         ends: of the first bins, which are public.
         limits: declared bounds, or None. No bin goes beyond them, so that values beyond count at their end.
+        widths: numbers of neighboring first bins that are looked at together.
+        finer: how many times more second bins than usual there are within a single one of the first.
     """
 
     values: NDArray[np.float64]
     ends: Ends
     limits: tuple[float, float] | None = None
+    widths: tuple[int, ...] = WIDTHS
+    finer: int = 1
+
+    @classmethod
+    def without_limits(cls, values: NDArray[np.float64], noise: float) -> Numbers:
+        """Returns a column without bounds, with first bins as fine as the noise allows.
+
+        ``noise`` is that of a count over the number of rows. Where it is large, bins are as wide as a decade, and none
+        are looked at together that span more. Then values that crowd in one of them need more of the second.
+        """
+        per_decade = bins_in_decade(noise)
+        if per_decade == PER_DECADE:
+            return cls(values, ends_of_numbers())
+        widths = *(width for width in WIDTHS if width < per_decade), per_decade
+        return cls(values, ends_of_numbers(per_decade), None, widths, min(PER_DECADE // per_decade, FINEST))
+
+    def second_ends(self, low: float, high: float) -> Ends:
+        """Returns the ends of the second bins, between the ends of the first that stand out."""
+        is_single = np.searchsorted(self.first_ends, high) - np.searchsorted(self.first_ends, low) == 1
+        return fine_ends(low, high, self.finer if is_single else 1)
 
     @property
     def first_ends(self) -> Ends:
@@ -69,7 +107,10 @@ class Scale:
 
 
 def find_ranges(
-    columns: Mapping[Name, Numbers], stddev: float, release: Callable[[NDArray[np.int64]], Counts]
+    columns: Mapping[Name, Numbers],
+    stddev: float,
+    release: Callable[[NDArray[np.int64]], Counts],
+    num_rows: float = math.inf,
 ) -> dict[Name, Ranged]:
     """Returns the ranges of the columns of which something stood out of the noise.
 
@@ -77,6 +118,7 @@ def find_ranges(
         columns: the numbers, and their public bins and limits.
         stddev: standard deviation of the noise on each count.
         release: adds the noise to a vector of counts, and records that; called twice at most.
+        num_rows: the number of rows, if it is public.
 
     Guarantees:
         - a row is in at most one bin of each column and each vector: it changes d counts of a vector by 1 at most.
@@ -92,9 +134,14 @@ def find_ranges(
         found.append({})
         for (name, its_ends), part in zip(ends.items(), parts, strict=True):
             limits = columns[name].limits
-            ranged = standing_out(part, its_ends, (least if limits is None else STANDS_OUT_WITHIN) * stddev)
+            widths, times = columns[name].widths if len(found) == 1 else WIDTHS, least
+            if len(found) > 1 and len(part) > FINE_BINS:
+                widths, times = FINE_WIDTHS, STANDS_OUT[0]
+            if limits is not None:
+                times = STANDS_OUT_WITHIN
+            ranged = standing_out(part, its_ends, times * stddev, widths)
             found[-1][name] = (part, its_ends), ranged
-        ends = {name: fine_ends(*ranged) for name, (_, ranged) in found[-1].items() if ranged is not None}
+        ends = {name: columns[name].second_ends(*ranged) for name, (_, ranged) in found[-1].items() if ranged}
     ranges: dict[Name, Ranged] = {}
     for name, (fine, narrow) in (found[1] if len(found) > 1 else {}).items():
         coarse, wide = found[0][name]
@@ -103,8 +150,17 @@ def find_ranges(
             if narrow is not None:
                 ranges[name] = Ranged(coarse, fine, wide)
         else:
-            ranges[name] = Ranged(coarse, fine, wide if narrow is None or _is_edge(narrow, fine[1]) else narrow)
+            if narrow is None or _is_edge(narrow, fine[1]) or not _has_most(narrow, fine, stddev, num_rows):
+                narrow = wide
+            ranges[name] = Ranged(coarse, fine, narrow)
     return ranges
+
+
+def _has_most(ranged: tuple[float, float], of: Histogram, stddev: float, num_rows: float) -> bool:
+    """True if most values lie in a range, of as many as there may be: else the noise hides the others."""
+    counts, ends = of
+    inside = float(counts[(ends[:-1] >= ranged[0]) & (ends[1:] <= ranged[1])].sum())
+    return inside >= MOST * min(num_rows, float(counts.sum()) + 2 * stddev * math.sqrt(len(counts)))
 
 
 def _is_edge(ranged: tuple[float, float], ends: Ends) -> bool:

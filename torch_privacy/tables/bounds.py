@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes ranges that noisy histograms have found as bounds: with a margin, rounded, or as dates.
 
-The bounds are the extreme quantiles that the noise lets through: those of the bins that stand out.
+The bounds are the extreme quantiles that the noise lets through, those of the bins that stand out, and a margin.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 
 from ..mechanisms.histograms import Ends
 
-MARGIN = 0.05  # of the range, at both ends
+MARGIN, LARGEST_MARGIN = 0.05, 0.5  # of the range, at both ends
+NOISE_OF_LARGEST = 0.01  # on a count, over the number of rows, from which on the margin is the largest
 EPOCH = datetime.date(1970, 1, 1)
 
 
@@ -25,9 +26,14 @@ def ends_of_days() -> Ends:
     return np.array([day.days for day in days], float)
 
 
-def with_margin(low: float, high: float) -> tuple[float, float]:
+def margin(noise: float) -> float:
+    """Returns the share of a range by which bounds are wider: more noise on a count, over n, hides more values."""
+    return min(max(LARGEST_MARGIN * noise / NOISE_OF_LARGEST, MARGIN), LARGEST_MARGIN)
+
+
+def with_margin(low: float, high: float, share: float = MARGIN) -> tuple[float, float]:
     """Returns bounds with a margin for values too rare to stand out; it does not cross zero."""
-    more = MARGIN * (high - low)
+    more = share * (high - low)
     return (max(low - more, 0.0) if low >= 0 else low - more, min(high + more, 0.0) if high <= 0 else high + more)
 
 

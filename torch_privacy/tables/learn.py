@@ -65,8 +65,8 @@ def learn(
        ones become "other".
     3. **Bounds**: two histograms of each number or date with discrete Gaussian noise, the second with finer bins in the
        range that the first has found. The bounds are the ends of the bins that stand out of the noise, and a
-       twentieth of the range more. The same histograms give the scale, where most values lie, and say whether the
-       logarithm is taken; with ``scales`` also for columns with declared bounds.
+       margin. The same histograms give the scale, where most values lie, and say whether the logarithm is taken; with
+       ``scales`` also for columns with declared bounds.
 
     Args:
         frame: training rows, as from `read_table`. Their number is public.
@@ -117,11 +117,11 @@ def learn(
     if doubt is not None and doubt.is_certain:
         raise TableError(f"{doubt.what[0].upper()}{doubt.what[1:]}.", (), doubt.lines)
     if budget is None:
-        return _Learning(schema, frame.iloc[kept], parts, record).learnt()
+        return _Learning(schema, frame.iloc[kept], n, parts, record).learnt()
     planned = [(e if owners is None else replace(e, unit=budget.unit), k) for e, k in parts.events]  # type: ignore
     run = reserve(budget, planned, "schema of a table", rows_of(frame), num_owners=None if owners is None else n)
     run.begin()
-    learning = _Learning(schema, frame.iloc[kept], parts, record)
+    learning = _Learning(schema, frame.iloc[kept], n, parts, record)
     try:
         return learning.learnt()
     finally:
@@ -147,11 +147,12 @@ class _Learning:
         self,
         schema: Schema,
         frame: DataFrame,
+        num_rows: int,
         budget: LearningBudget,
         record: Callable[[privacy.Release], object] | None,
     ):
         self._open, self._keep = schema, record
-        self._budget = budget
+        self._budget, self._num_rows = budget, num_rows
         self._cells = {
             column.name: read_cells(frame[column.name], schema.rules)
             for column in schema.columns
@@ -322,7 +323,9 @@ class _Learning:
             return
         noise = CountNoise(self._budget.rows, len(chosen), rho / 2)
         values = {name: self._values(column) for name, column in chosen.items()}
-        made, lost = learn_ranges(chosen, values, noise, target, lambda noise: self._record("bounds", noise.rho))
+        made, lost = learn_ranges(
+            chosen, values, noise, self._num_rows, target, lambda noise: self._record("bounds", noise.rho)
+        )
         self._columns |= made
         for name in lost:
             if name == target:

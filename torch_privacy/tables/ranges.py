@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..mechanisms.histograms import ends_of_numbers
 from ..mechanisms.scales import COARSE, Numbers, Scale, find_ranges, scale_of
-from .bounds import as_dates, ends_of_days, rounded, with_margin
+from .bounds import as_dates, ends_of_days, margin, rounded, with_margin
 from .mechanisms import CountNoise, noisy_counts
 from .schema import Column
 
@@ -26,6 +26,7 @@ def learn_ranges(
     columns: Mapping[str, Column],
     values: Mapping[str, NDArray[np.float64]],
     noise: CountNoise,
+    num_rows: int,
     target: str,
     record: Callable[[CountNoise], None],
 ) -> tuple[dict[str, Column], list[str]]:
@@ -35,6 +36,7 @@ def learn_ranges(
         columns: numbers and dates, with bounds and without.
         values: of each column, (n,), NaN where missing; those beyond declared bounds count at their end.
         noise: on each of the two histograms, of which a row is in one bin of each column.
+        num_rows: or the number of owners; it is public, and says how fine bins may be, and how wide bounds should be.
         target: is never replaced with its logarithm, as the mean of a logarithm is not that of the number.
         record: gets the noise of each histogram before its counts are used.
     """
@@ -44,9 +46,9 @@ def learn_ranges(
         record(noise)
         return released
 
-    ranges = find_ranges(
-        {name: _numbers(column, values[name]) for name, column in columns.items()}, noise.stddev, release
-    )
+    share = noise.stddev / num_rows
+    numbers = {name: _numbers(column, values[name], share) for name, column in columns.items()}
+    ranges = find_ranges(numbers, noise.stddev, release, num_rows)
     made, lost = {}, []
     for name, column in columns.items():
         if name not in ranges:
@@ -55,7 +57,7 @@ def learn_ranges(
             made[name] = replace(column, scale=column.bounds)
             continue
         if column.bounds is None:
-            ends = with_margin(*ranges[name].range)
+            ends = with_margin(*ranges[name].range, margin(share))
             column = replace(column, bounds=as_dates(*ends) if column.kind == "date" else rounded(*ends))
         may_log = column.kind != "date" and name != target
         scale = scale_of(ranges[name], column.limits, noise.stddev, may_log=may_log)
@@ -63,12 +65,11 @@ def learn_ranges(
     return made, lost
 
 
-def _numbers(column: Column, values: NDArray[np.float64]) -> Numbers:
+def _numbers(column: Column, values: NDArray[np.float64], noise: float) -> Numbers:
+    limits = None if column.bounds is None else column.limits
     if column.kind == "date":
-        ends = ends_of_days()
-    else:
-        ends = ends_of_numbers() if column.bounds is None else ends_of_numbers(COARSE)
-    return Numbers(values, ends, None if column.bounds is None else column.limits)
+        return Numbers(values, ends_of_days(), limits)
+    return Numbers.without_limits(values, noise) if limits is None else Numbers(values, ends_of_numbers(COARSE), limits)
 
 
 def _written(column: Column, scale: Scale) -> Any:
