@@ -61,13 +61,22 @@ def test_quotes_line_ends_and_blank_lines(write):
 
 @pytest.mark.parametrize(
     ("encoding", "note"),
-    [("utf-8", None), ("utf-8-sig", None), ("latin-1", "Latin-1"), ("utf-16", "UTF-16")],
+    [("utf-8", None), ("utf-8-sig", None), ("cp1252", "Windows-1252"), ("utf-16", "UTF-16")],
 )
 def test_encodings_are_said(write, encoding, note):
-    frame = read_table(write("größe,b\nä,ö\n".encode(encoding)))
+    frame = read_table(write("größe,b\nä,5 €\n".encode(encoding)))
     assert list(frame) == ["größe", "b"]
-    assert frame.iloc[0].tolist() == ["ä", "ö"]
+    assert frame.iloc[0].tolist() == ["ä", "5 €"]
     assert (note is None and frame.attrs["notes"] == []) or note in frame.attrs["notes"][0]
+
+
+@pytest.mark.parametrize("line", ["sep=;\n", "\ufeffsep=;\r\n", '"sep=;"\n', "\nSEP=;;\n"])
+def test_a_first_line_that_names_the_separator_is_no_header(write, line):
+    path = write(f"{line}a;b, c\n1;2\n".encode())
+    frame = read_table(path)
+    assert (list(frame), frame.attrs["separator"]) == (["a", "b, c"], ";")
+    assert frame.iloc[0].tolist() == ["1", "2"]
+    assert list(column_types(path)) == ["a", "b, c"]
 
 
 def test_names_become_unique_and_say_so(write):

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import os
+import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -26,6 +28,8 @@ MOST_COLUMNS = 2**14  # as in a spreadsheet
 MOST_CELLS = 2**28
 LARGEST = 2**32  # bytes of a file, and of the texts in it when they are unpacked
 SPLIT = "Take fewer rows or columns."
+SEPARATOR_LINE = re.compile(r'"?sep=([,;\t|])"?[,;\t|]*\r?\n', re.IGNORECASE)  # which Excel reads
+WINDOWS = {i: bytes([i]).decode("cp1252") for i in range(128, 160) if i not in (129, 141, 143, 144, 157)}
 NO_HEADER = "the line of column names has no end, so that this is no table, or its first quote is not closed."
 OTHER_FORMATS = {  # how files begin that people take for tables
     b"PK\x03\x04": "is an Excel workbook or a zip file. Save the sheet as CSV",
@@ -58,8 +62,8 @@ def read_table(path: str | Path, *, allow_empty: bool = False) -> DataFrame:
     semicolon, tab and ``|``.
 
     Args:
-        path: CSV in UTF-8 (with or without BOM), UTF-16 with BOM, or else Latin-1, with a first line of column names
-            and quotes as in RFC 4180; or Parquet.
+        path: CSV in UTF-8 (with or without BOM), UTF-16 with BOM, or else Windows-1252, with a first line of column
+            names, after a line ``sep=;`` if there is one, and quotes as in RFC 4180; or Parquet.
         allow_empty: whether the table may have no rows.
 
     Returns:
@@ -139,7 +143,8 @@ def _first_line(path: Path, file: BinaryIO) -> bytes:
         if size > 4 * LONGEST_HEADER:
             raise ValueError(f"{path}: {NO_HEADER}")
         quotes += line.count(b'"')
-        is_blank = is_blank and not line.strip()
+        said = line.removeprefix(codecs.BOM_UTF8).decode("latin-1")
+        is_blank = is_blank and (not line.strip() or SEPARATOR_LINE.fullmatch(said) is not None)
         if not is_blank and quotes % 2 == 0:
             break
     return b"".join(parts)
@@ -226,7 +231,7 @@ def _csv(path: Path, content: bytes) -> tuple[DataFrame, list[str]]:
         if content.startswith(magic):
             raise ValueError(f"{path}: {what}.")
     text, notes = _text(path, content)
-    encoding = "UTF-16" if content[:2] in UTF_16 else "Latin-1" if notes else "UTF-8"
+    encoding = "UTF-16" if content[:2] in UTF_16 else "Windows-1252" if notes else "UTF-8"
     del content
     with closing(_rows(path, text)) as rows:
         header_line, header = _header(path, rows)
@@ -244,7 +249,7 @@ def _csv(path: Path, content: bytes) -> tuple[DataFrame, list[str]]:
             if len(columns[0]) * len(columns) > MOST_CELLS:
                 _check_cells(path, len(columns[0]) * len(columns))
     frame = pandas.DataFrame(dict(zip(names, columns, strict=True)), columns=names, dtype=object)
-    frame.attrs |= {"encoding": encoding, "separator": _delimiter(path, text.lstrip("\r\n")[:LONGEST_HEADER])}
+    frame.attrs |= {"encoding": encoding, "separator": _start(path, text)[1]}
     return frame, [*notes, *more]
 
 
@@ -260,8 +265,8 @@ def _text(path: Path, content: bytes) -> tuple[str, list[str]]:
     try:
         return content.decode("utf-8-sig"), []
     except UnicodeDecodeError:
-        note = "The file is not UTF-8 and was read as Latin-1: save it as UTF-8 if letters look wrong."
-        return content.decode("latin-1"), [note]
+        note = "The file is not UTF-8 and was read as Windows-1252: save it as UTF-8 if letters look wrong."
+        return content.decode("latin-1").translate(WINDOWS), [note]  # bytes that mean no letter there stay
 
 
 def _rows(path: Path, text: str) -> Generator[tuple[int, list[str]]]:
@@ -270,12 +275,11 @@ def _rows(path: Path, text: str) -> Generator[tuple[int, list[str]]]:
     Close it: while it runs, the csv module of the whole process takes longer cells.
     """
     limit = csv.field_size_limit(LONGEST_CELL)
-    start = len(text) - len(text.lstrip("\r\n"))
+    start, delimiter = _start(path, text)
     skipped = len(text[:start].splitlines())
     line = skipped + 1
     try:
-        first = text[start : start + LONGEST_HEADER]
-        reader = csv.reader(io.StringIO(text[start:], newline=""), delimiter=_delimiter(path, first), strict=True)
+        reader = csv.reader(io.StringIO(text[start:], newline=""), delimiter=delimiter, strict=True)
         for row in reader:
             yield line, row
             line = skipped + reader.line_num + 1
@@ -283,6 +287,14 @@ def _rows(path: Path, text: str) -> Generator[tuple[int, list[str]]]:
         raise ValueError(f"{path}: line {line} is not CSV ({_one_line(error)}).") from None
     finally:
         csv.field_size_limit(limit)
+
+
+def _start(path: Path, text: str) -> tuple[int, str]:
+    """Returns where the line of column names begins, and the delimiter: that of a line ``sep=;`` before it, if any."""
+    start = len(text) - len(text.lstrip("\r\n"))
+    if said := SEPARATOR_LINE.match(text, start):
+        return said.end(), said[1]
+    return start, _delimiter(path, text[start : start + LONGEST_HEADER])
 
 
 def _delimiter(path: Path, text: str) -> str:
