@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import re
+import shlex
 import stat
 import sys
 import warnings
@@ -25,6 +26,7 @@ from torch_privacy.experiments import own_table, runner, table_file, table_notes
 from torch_privacy.experiments.auditing import subject_of
 from torch_privacy.experiments.own_table import complete
 from torch_privacy.experiments.runner import Run
+from torch_privacy.experiments.table_settings import TableSettings
 from torch_privacy.privacy.rounding import round_up
 from torch_privacy.privacy.summary import attacker_as_json
 from torch_privacy.runs.report import render
@@ -559,6 +561,19 @@ def test_schema_command_reads_names_and_storage_types_alone(file, tmp_path, caps
     assert all(name in texts[0] for name in ("age", "job", "wealth", "income"))
     assert "nurse" not in texts[0]
     assert not any(secret in texts[0] for secret in (RARE, "987654321"))
+
+
+def test_commands_that_are_shown_can_be_copied_where_names_have_spaces(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my people.csv").write_text("age,has paid?\n" + "30,yes\n40,no\n" * 500)
+    assert run(["schema", "my people.csv", "--target", "has paid?", "--output", "my schema.toml"]) == 0
+    shown = re.search("torch-privacy (.*)", capsys.readouterr().err)
+    assert shown is not None
+    assert run([*shlex.split(shown[1]), "--epsilon", "2", "--plan"]) == 0
+    settings = TableSettings(**complete(Path("my people.csv"), {"target": "has paid?", "target_epsilon": 2.0}))
+    made = re.search(r"\((torch-privacy .*)\)", table_notes.to_write(settings, "x"))
+    assert made is not None
+    assert shlex.split(made[1])[1:5] == ["schema", "my people.csv", "--target", "has paid?"]
 
 
 def test_schema_command_writes_over_a_file_only_if_forced(file, tmp_path, capsys):

@@ -2,6 +2,7 @@
 """Provides ``generate``, which draws texts from the language model of a finished run."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +46,9 @@ def generate(
 
     folder = RunFolder(run)
     if folder.checkpoint.is_file() and not folder.results.is_file():
-        raise ValueError(f"{run}: this run is unfinished. Continue it with torch-privacy train --resume {run}.")
+        raise ValueError(
+            f"{run}: this run is unfinished. Continue it with torch-privacy train --resume {shlex.quote(str(run))}."
+        )
     name = folder.read_results().get("experiment")
     draw = load_trainable(name).generate if name in TRAININGS else None
     if draw is None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides ``schema``, which writes a template of a table's schema from names and storage types alone."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -41,4 +42,5 @@ def schema(
     elif output is None:
         typer.echo(text, nl=False)
     else:
-        say(f"Fill in {output} and declare it public: torch-privacy train {file} --target {target} --schema {output}")
+        command = shlex.join(["torch-privacy", "train", str(file), "--target", str(target), "--schema", str(output)])
+        say(f"Fill in {output} and declare it public: {command}")

@@ -112,7 +112,7 @@ def synthesize(
     if page:
         more.append(("page, for the owner alone", str(job.run.folder.synthesis)))
     if rows is None:
-        more.append(("to draw rows", f"torch-privacy synthesize {folder} --rows 1000"))
+        more.append(("to draw rows", f"torch-privacy synthesize {shlex.quote(str(folder))} --rows 1000"))
         print_result({"run": str(folder), "epsilon": epsilon}, more, output.as_json)
     else:
         _draw(folder, rows, out, seed, output, more, {"epsilon": epsilon})

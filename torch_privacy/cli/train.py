@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provides ``train``, which starts or resumes one private training in a run folder."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -139,6 +140,6 @@ def train_in(
     if rows := coefficient_rows(results):
         lines.append(("coefficients", "; ".join(" ".join(filter(None, row)) for row in rows[:10])))
     if job.experiment == OWN_TABLE:
-        lines.append(("to predict other rows", f"torch-privacy predict {folder} FILE"))
+        lines.append(("to predict other rows", f"torch-privacy predict {shlex.quote(str(folder))} FILE"))
     notes = {"notes": list(job.task.notes)} if job.task.notes else {}
     print_result({**results, "run": str(folder), **notes, **(more or {})}, lines, output.as_json)

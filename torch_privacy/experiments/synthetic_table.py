@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -108,7 +109,7 @@ def resume(folder: Path) -> Job:
     if not found.checkpoint.is_file():
         what = f"has no checkpoint, so it cannot be resumed. {found.ledger} has what was released. Name a new folder."
         if found.generator.is_file():
-            what = f"is complete. Draw rows with: torch-privacy synthesize {folder} --rows N"
+            what = f"is complete. Draw rows with: torch-privacy synthesize {shlex.quote(str(folder))} --rows N"
         raise ValueError(f"{WHERE}: {folder}: this run {what}")
     return _job(folder, SyntheticTableSettings(**settings))
 

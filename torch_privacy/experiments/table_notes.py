@@ -69,7 +69,7 @@ def to_write(settings: TableSettings, lines: str) -> str:
         return ""
     if settings.schema is not None:
         return f"Write into {settings.schema}: {lines}. "
-    name, target = Path(settings.file).name, shlex.quote(settings.target)
+    name, target = shlex.quote(Path(settings.file).name), shlex.quote(settings.target)
     made = f"torch-privacy schema {name} --target {target} --output schema.toml"
     return f"Make a schema ({made}), write into schema.toml: {lines}, and add --schema schema.toml. "
 

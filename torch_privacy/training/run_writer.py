@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -53,7 +54,7 @@ def try_page(folder: RunFolder) -> None:
         warn(
             f"{folder.path}: this run will have no report, because nothing can be drawn here ({cause}). The training "
             "goes on, and all its other files are written. Repair matplotlib (pip install --force-reinstall "
-            f"matplotlib), and make the report afterwards: torch-privacy report {folder.path}"
+            f"matplotlib), and make the report afterwards: torch-privacy report {shlex.quote(str(folder.path))}"
         )
 
 
@@ -74,7 +75,7 @@ def write_page(folder: RunFolder) -> None:
         cause = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
         warn(
             f"{folder.report}: the report could not be made ({cause}). The run is complete without it. Make it with: "
-            f"torch-privacy report {folder.path} --out {folder.report}"
+            f"torch-privacy report {shlex.quote(str(folder.path))} --out {shlex.quote(str(folder.report))}"
         )
 
 
