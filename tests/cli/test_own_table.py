@@ -228,6 +228,13 @@ def test_a_column_that_numbers_persons_by_its_name_is_pointed_out(name, is_one, 
     assert any(f"'{name}' will be used" in str(one.message) for one in warned) == is_one
 
 
+def test_names_of_categories_with_a_comma_are_one_category_each():
+    column = tables.Column("paid", "category", categories=("no", "yes, fully", "yes"))
+    schema = tables.Schema((tables.Column("age", "number", (0, 120)), column), "paid", "classification")
+    said = table_notes._in_words(schema, [])
+    assert said.startswith("'paid' (target) 3 categories: no, 'yes, fully', yes; 'age'")
+
+
 def test_what_was_learnt_privately_is_said_without_what_the_schema_declares(file, tmp_path):
     """All columns were listed as learnt, the declared ones, too."""
     schema = tmp_path / "schema.toml"

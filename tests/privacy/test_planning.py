@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of trainings: each row within the target, the signal as defined, and what was measured with as much."""
 
+import html
 import re
 from math import sqrt
 
@@ -92,6 +93,11 @@ def test_measured_accuracies_grow_from_a_guess_to_that_without_privacy(task):
             assert task.learnt(0.99 * signal) < share
     assert task.signal_for(2.0) is None
     assert task.signal_for(-1.0) == signals[0]
+
+
+def test_a_notebook_shows_the_printed_table(found):
+    assert found._repr_html_() == f"<pre>{html.escape(str(found))}</pre>"
+    assert "&lt;- take this" in found._repr_html_()
 
 
 def test_few_examples_are_said_to_be_too_few_and_many_to_be_enough():

@@ -119,7 +119,8 @@ def _in_words(schema: tables.Schema, listed: Sequence[Mapping[str, str]]) -> str
         name = f"{column.name!r} (target)" if column.name == schema.target else repr(column.name)
         if column.kind == "category":
             categories = column.categories or ()
-            names = f": {', '.join(categories)}" if len(categories) <= MOST_CLASSES else ""
+            shown = ", ".join(repr(one) if "," in one or one != one.strip() else one for one in categories)
+            names = f": {shown}" if len(categories) <= MOST_CLASSES else ""
             found.append(f"{name} {len(categories)} categor{'y' if len(categories) == 1 else 'ies'}{names}")
         else:
             low, high = column.bounds or ("", "")

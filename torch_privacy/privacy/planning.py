@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import count
 from math import exp, log, sqrt
 from typing import Any
@@ -171,6 +172,10 @@ class TrainingPlan:
         heads_measured = f"{'private':>10}{'a guess':>10}{'not private':>16}"
         shown = [f"{about}, Poisson sampling", "", heads, *rows, "", signal, heads_measured, *measured, self.advice()]
         return "\n".join(shown)
+
+    def _repr_html_(self) -> str:
+        """Returns the printed table for a notebook."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def advice(self) -> str:
         """Returns a sentence on whether there are enough examples for this epsilon."""
