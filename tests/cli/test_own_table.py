@@ -228,6 +228,20 @@ def test_a_column_that_numbers_persons_by_its_name_is_pointed_out(name, is_one, 
     assert any(f"'{name}' will be used" in str(one.message) for one in warned) == is_one
 
 
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_a_column_of_row_numbers_that_pandas_has_written_is_pointed_out(form, tmp_path, capsys):
+    path = tmp_path / f"numbered.{form}"
+    if form == "csv":
+        people().to_csv(path)  # with index, under an empty name
+    else:
+        people().sample(frac=1, random_state=0).to_parquet(path)  # an index of other than all rows in order
+    assert run(["train", str(path), *TRAIN, "--plan", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["plan"]["identifiers"]
+    assert ("'column 1'" if form == "csv" else "'__index_level_0__'") in said
+    assert 'kind = "ignored"' in said
+    assert "--owner" not in said
+
+
 def test_names_of_categories_with_a_comma_are_one_category_each():
     column = tables.Column("paid", "category", categories=("no", "yes, fully", "yes"))
     schema = tables.Schema((tables.Column("age", "number", (0, 120)), column), "paid", "classification")

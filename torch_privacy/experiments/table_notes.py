@@ -25,6 +25,7 @@ from torch_privacy.tables.schema_file import toml_key
 MOST_NAMES = 20  # of columns, in a message
 FEW_ROWS = 10  # below which a declared category is pointed out
 NUMBERING = {"id", "ids", "uuid", "guid", "identifier", "ssn"}  # words of a name for a number of a person or a row
+ROW_NUMBERS = {"column 1", "Unnamed: 0", "__index_level_0__", "rownames"}  # of pandas and R; an empty name is the first
 MOST_CLASSES = 6  # of a column, in a message
 
 
@@ -77,14 +78,15 @@ def to_write(settings: TableSettings, lines: str) -> str:
 def identifiers(settings: TableSettings, schema: tables.Schema) -> str | None:
     """Returns what to do with features that may number persons or rows, by their names alone; None without such."""
     features = [column.name for column in schema.open_columns if column.name != schema.target]
-    found = [name for name in features if NUMBERING & {word.lower() for word in _WORD.findall(name)}]
+    of_persons = [name for name in features if NUMBERING & {word.lower() for word in _WORD.findall(name)}]
+    found = [*of_persons, *(name for name in features if name in ROW_NUMBERS)]
     if not found:
         return None
     lines = to_write(settings, f'[columns.{toml_key(found[0])}], kind = "ignored"').rstrip()
-    owner = f" If a person may have several rows, add --owner {shlex.quote(found[0])} instead."
+    owner = f" If a person may have several rows, add --owner {shlex.quote(found[0])} instead." if of_persons else ""
     return (
         f"{Path(settings.file).name}: {_check.quoted(found, at_most=MOST_NAMES)} will be used as a feature. If it "
-        "numbers persons or rows, as its name says, it predicts nothing for others: "
+        "numbers persons or rows, as its name suggests, it predicts nothing for others: "
         f"{lines[0].lower()}{lines[1:]}{'' if settings.owner else owner}"
     )
 
