@@ -49,7 +49,8 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         epochs: passes over the data, on average.
         batch_size: mean size of the Poisson batches; by default n/50, at least 256, at most n.
         learning_rate: of the optimizer.
-        clip_norm: bound on the L2 norm of each example's gradient.
+        clip_norm: bound on the L2 norm of each example's gradient. A small one pushes rows that are right already as
+            hard as others, and the probabilities become too sure.
         clipping: another clipping rule in place of ``Flat(clip_norm)``, such as ``torch_privacy.Automatic()``.
         optimizer: ``optimizer(parameters, lr=learning_rate)`` makes the optimizer; by default ``torch.optim.Adam``.
         average: share of the steps that the moving average of the weights spans, in (0, 1]; None for the last weights.
@@ -111,6 +112,7 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
     """
 
     _: KW_ONLY
+    clip_norm: float = 3.0
     classes: Sequence[Any] | str | None = None
     classes_: Array = field(init=False)
 
