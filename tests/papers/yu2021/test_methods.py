@@ -135,10 +135,11 @@ def test_rows_as_printed_have_the_papers_settings_and_follow_the_others():
     training = new_training(settings, made_up().build_task(settings), None)
     assert training.settings.clipping.keeps_residual_noise
     assert isinstance(training.event, privacy.SubsampledGEP)
-    assert [row.name for row in gep_cifar10.ON_CIFAR10.rows(False)][-2:] == [
-        "B-GEP, epsilon 2, k = m = 500",
-        "GEP, epsilon 2, k = m = 500",
-    ]
+    *_, alone, both, gp, fast_alone, fast = gep_cifar10.ON_CIFAR10.rows(False)
+    assert [row.name for row in (alone, both)] == ["B-GEP, epsilon 2, k = m = 500", "GEP, epsilon 2, k = m = 500"]
+    assert [row.name for row in (gp, fast)] == ["GP, epsilon 2, 8 epochs", "GEP, epsilon 2, 8 epochs"]
+    assert {**alone.settings, "epochs": 8} == fast_alone.settings
+    assert {**both.settings, "epochs": 8} == fast.settings
 
 
 def test_settings_are_tuned_on_training_examples_that_are_held_out():
