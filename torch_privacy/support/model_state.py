@@ -200,12 +200,16 @@ class ParameterDigests:
 def extra_states(modules: Modules) -> Iterator[tuple[str, Any]]:
     """Yields what modules put into the model's file besides parameters and buffers, by its names there.
 
-    What does not compare equal when it is asked for twice, such as an object made anew, is left out.
+    Left out is what no file can have, because the module raises an error, and what does not compare equal when it is
+    asked for twice, such as an object made anew.
     """
     for prefix, module in modules:
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            content = copied(module.get_extra_state())
-            if same(module.get_extra_state(), content):
+            try:
+                content, again = copied(module.get_extra_state()), module.get_extra_state()
+            except Exception:  # of the user's code: there is no file of this model
+                continue
+            if same(again, content):
                 yield f"{prefix}._extra_state" if prefix else "_extra_state", content
 
 

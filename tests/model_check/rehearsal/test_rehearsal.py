@@ -488,6 +488,20 @@ def test_extra_state_that_takes_in_data_is_refused_though_it_is_never_read():
     assert_refused(Program(model, points(), match=r"the forward changed '_extra_state', 'last'"))
 
 
+class WithoutFile(Keeping):
+    """Cannot be saved."""
+
+    def get_extra_state(self):
+        raise NotImplementedError("this module has no file")
+
+
+def test_a_module_that_refuses_to_be_saved_trains():
+    program = Program(model := WithoutFile(lambda m, x: None), points())
+    program.run(program.training())
+    with pytest.raises(NotImplementedError):
+        model.state_dict()
+
+
 OVERWRITTEN = {  # state of a batch that is never read before it is written again
     "an attribute": lambda m, x: setattr(m, "last", x.mean(0)),
     "a mapping": lambda m, x: m.seen.update(last=x.sum().item()),
