@@ -70,7 +70,7 @@ def test_encodings_are_said(write, encoding, note):
     assert (note is None and frame.attrs["notes"] == []) or note in frame.attrs["notes"][0]
 
 
-@pytest.mark.parametrize("line", ["sep=;\n", "\ufeffsep=;\r\n", '"sep=;"\n', "\nSEP=;;\n"])
+@pytest.mark.parametrize("line", ["sep=;\n", "sep=;\n\n", "\ufeffsep=;\r\n", '"sep=;"\n', "\nSEP=;;\n"])
 def test_a_first_line_that_names_the_separator_is_no_header(write, line):
     path = write(f"{line}a;b, c\n1;2\n".encode())
     frame = read_table(path)

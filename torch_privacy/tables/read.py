@@ -28,7 +28,7 @@ MOST_COLUMNS = 2**14  # as in a spreadsheet
 MOST_CELLS = 2**28
 LARGEST = 2**32  # bytes of a file, and of the texts in it when they are unpacked
 SPLIT = "Take fewer rows or columns."
-SEPARATOR_LINE = re.compile(r'"?sep=([,;\t|])"?[,;\t|]*\r?\n', re.IGNORECASE)  # which Excel reads
+SEPARATOR_LINE = re.compile(r'"?sep=([,;\t|])"?[,;\t|]*\r?\n[\r\n]*', re.IGNORECASE)  # which Excel reads
 WINDOWS = {i: bytes([i]).decode("cp1252") for i in range(128, 160) if i not in (129, 141, 143, 144, 157)}
 NO_HEADER = "the line of column names has no end, so that this is no table, or its first quote is not closed."
 OTHER_FORMATS = {  # how files begin that people take for tables
