@@ -89,7 +89,7 @@ def test_few_positions_and_huge_weights_stay_in_float32(change: dict[str, Any], 
     monkeypatch.setattr(half, "MOST_ENTRIES", change.get("most", E * D))
     t = change.get("t", LEAST_POSITIONS)
     x, b = torch.randn(3, t, D), torch.randn(3, t, E).bfloat16()
-    op = in_its_precision(Linear(x, b), t, in_half=change.get("in_half", True))
+    op = in_its_precision(Linear(x, b), in_half=change.get("in_half", True))
     assert type(op) is (Linear if change else InHalf)
     assert op.dtype is torch.float32
     torch.testing.assert_close(op.rows(), torch.einsum("nte,ntd->ned", b.float(), x), rtol=2**-6, atol=0.3)

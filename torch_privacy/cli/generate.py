@@ -2,7 +2,6 @@
 """Provides ``generate``, which draws texts from the language model of a finished run."""
 
 import json
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -45,11 +44,7 @@ def generate(
     from torch_privacy.runs.folder import RunFolder
 
     folder = RunFolder(run)
-    if folder.checkpoint.is_file() and not folder.results.is_file():
-        raise ValueError(
-            f"{run}: this run is unfinished. Continue it with torch-privacy train --resume {shlex.quote(str(run))}."
-        )
-    name = folder.read_results().get("experiment")
+    name = folder.read_finished().get("experiment")
     draw = load_trainable(name).generate if name in TRAININGS else None
     if draw is None:
         raise ValueError(f"{run}: is no run of a language model. Name a folder that train text-generator has made.")

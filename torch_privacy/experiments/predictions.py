@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,12 +73,7 @@ class Predictor:
                 class.
         """
         folder = RunFolder(path)
-        if folder.checkpoint.is_file() and not folder.results.is_file():
-            raise ValueError(
-                f"{path}: this run is unfinished. Continue it with "
-                f"torch-privacy train --resume {shlex.quote(str(path))}."
-            )
-        results = folder.read_results()
+        results = folder.read_finished()
         if results.get("experiment") != OWN_TABLE:
             raise ValueError(f"{path}: is no run on a table of your own. Name a folder that train FILE has made.")
         digests = results.get("files", NO_DIGESTS)

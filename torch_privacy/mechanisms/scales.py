@@ -72,8 +72,6 @@ class Numbers:
         are looked at together that span more. Then values that crowd in one of them need more of the second.
         """
         per_decade = bins_in_decade(noise)
-        if per_decade == PER_DECADE:
-            return cls(values, ends_of_numbers())
         widths = *(width for width in WIDTHS if width < per_decade), per_decade
         return cls(values, ends_of_numbers(per_decade), None, widths, min(PER_DECADE // per_decade, FINEST))
 

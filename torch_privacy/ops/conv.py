@@ -238,7 +238,7 @@ class ConvUse(Use):
 
     def op(self, b: Tensor, layout: AnyLayout) -> Op:
         op = Conv(layout.examples_first(self.x), layout.examples_first(b), self.geometry)
-        return in_its_precision(op, op.b.shape[3:].numel() * op.b.shape[1], in_half=b.dtype is torch.bfloat16)
+        return in_its_precision(op, in_half=b.dtype is torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class TransposedConvUse(ConvUse):
             ]
             b, g = F.pad(b, sides), replace(g, padding=(0,) * len(g.padding))
         op = Conv(layout.examples_first(b), layout.examples_first(x), g)
-        return in_its_precision(op, op.b.shape[3:].numel() * op.b.shape[1], in_half=in_half)
+        return in_its_precision(op, in_half=in_half)
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def _simplest(
     if next(label for label in weight_sizes if label not in shared) in inputs:  # the row of y = x W is the transpose
         x, b, outputs, inputs = b, x, inputs, outputs
     if len(shape) == 2 and not shared:
-        return in_its_precision(Linear(x.squeeze(1), b.squeeze(1)), x.shape[2], in_half=in_half)
+        return in_its_precision(Linear(x.squeeze(1), b.squeeze(1)), in_half=in_half)
     return _arranged(x, b, (shared, outputs, inputs), weight_sizes, shape)
 
 
@@ -162,7 +162,7 @@ class LinearUse(Use):
             x, b = x.unsqueeze(1), b.unsqueeze(1)
         else:
             x, b = (_positions(layout.examples_first(factor)) for factor in (x, b))
-        return in_its_precision(Linear(x, b), x.shape[1], in_half=in_half)
+        return in_its_precision(Linear(x, b), in_half=in_half)
 
 
 @dataclass(frozen=True)

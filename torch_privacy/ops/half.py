@@ -78,14 +78,14 @@ class InHalf(Op):
             yield part, Rows(self.select(part).rows())
 
 
-def in_its_precision(op: Any, positions: int, *, in_half: bool) -> Op:
+def in_its_precision(op: Any, *, in_half: bool) -> Op:
     """Returns an op with factors x and b in one dtype: bfloat16 if y was computed in it and rows are cheap, or wider.
 
     Args:
-        op: the op, with factors as they were recorded.
-        positions: number of products that an entry of a row sums.
+        op: the op, with factors as they were recorded; b is (n, positions, e), or (n, m, e, *places).
         in_half: whether y was computed in bfloat16.
     """
+    positions = op.b.shape[1] * op.b.shape[3:].numel()  # number of products that an entry of a row sums
     if in_half and positions >= LEAST_POSITIONS and op.shape.numel() <= MOST_ENTRIES:
         return InHalf(replace(op, x=op.x.bfloat16(), b=op.b.bfloat16()))
     x, b = in_one_dtype(op.x, op.b)

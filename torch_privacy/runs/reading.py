@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,13 @@ class FolderReader:
             reason = str(error).rstrip(".")
             raise ValueError(f"{self.privacy}: states releases that cannot be priced ({reason}).") from None
         return statement
+
+    def read_finished(self) -> dict[str, Any]:
+        """Reads the results of a training by the command; the error for one that was stopped says how to go on."""
+        if self.checkpoint.is_file() and not self.results.is_file():
+            again = f"torch-privacy train --resume {shlex.quote(str(self.path))}"
+            raise ValueError(f"{self.path}: this run is unfinished. Continue it with {again}.")
+        return self.read_results()
 
     def read_results(self) -> dict[str, Any]:
         """Reads the results of a training, an experiment (``reproduce`` is one of the keys) or a row (``numbers`` is).

@@ -26,14 +26,12 @@ def ends_of_days() -> Ends:
     return np.array([day.days for day in days], float)
 
 
-def margin(noise: float) -> float:
-    """Returns the share of a range by which bounds are wider: more noise on a count, over n, hides more values."""
-    return min(max(LARGEST_MARGIN * noise / NOISE_OF_LARGEST, MARGIN), LARGEST_MARGIN)
+def with_margin(low: float, high: float, noise: float = 0.0) -> tuple[float, float]:
+    """Returns bounds with a margin for values too rare to stand out; it does not cross zero.
 
-
-def with_margin(low: float, high: float, share: float = MARGIN) -> tuple[float, float]:
-    """Returns bounds with a margin for values too rare to stand out; it does not cross zero."""
-    more = share * (high - low)
+    It grows with the noise on a count over the number of rows, which hides more values.
+    """
+    more = min(max(LARGEST_MARGIN * noise / NOISE_OF_LARGEST, MARGIN), LARGEST_MARGIN) * (high - low)
     return (max(low - more, 0.0) if low >= 0 else low - more, min(high + more, 0.0) if high <= 0 else high + more)
 
 

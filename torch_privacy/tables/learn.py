@@ -116,12 +116,12 @@ def learn(
     doubt = doubt_of(schema, n, parts)
     if doubt is not None and doubt.is_certain:
         raise TableError(f"{doubt.what[0].upper()}{doubt.what[1:]}.", (), doubt.lines)
+    learning = _Learning(schema, frame.iloc[kept], n, parts, record)
     if budget is None:
-        return _Learning(schema, frame.iloc[kept], n, parts, record).learnt()
+        return learning.learnt()
     planned = [(e if owners is None else replace(e, unit=budget.unit), k) for e, k in parts.events]  # type: ignore
     run = reserve(budget, planned, "schema of a table", rows_of(frame), num_owners=None if owners is None else n)
     run.begin()
-    learning = _Learning(schema, frame.iloc[kept], n, parts, record)
     try:
         return learning.learnt()
     finally:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..mechanisms.histograms import ends_of_numbers
 from ..mechanisms.scales import COARSE, Numbers, Scale, find_ranges, scale_of
-from .bounds import as_dates, ends_of_days, margin, rounded, with_margin
+from .bounds import as_dates, ends_of_days, rounded, with_margin
 from .mechanisms import CountNoise, noisy_counts
 from .schema import Column
 
@@ -57,7 +57,7 @@ def learn_ranges(
             made[name] = replace(column, scale=column.bounds)
             continue
         if column.bounds is None:
-            ends = with_margin(*ranges[name].range, margin(share))
+            ends = with_margin(*ranges[name].range, share)
             column = replace(column, bounds=as_dates(*ends) if column.kind == "date" else rounded(*ends))
         may_log = column.kind != "date" and name != target
         scale = scale_of(ranges[name], column.limits, noise.stddev, may_log=may_log)

@@ -111,7 +111,7 @@ class SourceRows:
                 record=record,
             )
         except TableError as error:
-            spent = ledger.profile().epsilon_high(settings.delta) if len(ledger) else 0.0
+            spent = ledger.profile().epsilon_high(settings.delta)  # `check` refuses what is known before
             lines = f"Write into a schema: {error.lines}. " if error.lines else ""
             raise ValueError(
                 f"{str(error).rstrip('.')}. {lines}To learn this has cost epsilon {round_up(spent)}. {ledger.path} has "
