@@ -34,8 +34,7 @@ import torch_privacy as tp
 from torch_privacy.mechanisms.base import PRICED_ROUNDING
 from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.mechanisms.sums import ROUNDING, BoundCheck
-from torch_privacy.model_check.rehearsal.turn import Answers
-from torch_privacy.training import step_run
+from torch_privacy.model_check.rehearsal.comparison import AnswerComparison
 
 
 def test_step_releases_clipped_sum_plus_noise_over_expected_batch_size():
@@ -343,20 +342,53 @@ def test_training_under_autocast(dtype):
     assert training.step_count == 6
 
 
-@pytest.mark.parametrize("autocast", [True, False])
-def test_rehearsals_allow_for_the_rounding_of_autocast(autocast, monkeypatch):
+class OnFrozenBase(nn.Module):
+    """A head in float32 on frozen layers in bfloat16, or under autocast to it; no gradient goes there."""
+
+    def __init__(self, autocast: bool):
+        super().__init__()
+        base = nn.GRU(3, 4).requires_grad_(False)  # its results are in float32 under autocast
+        self.base, self.head, self.autocast = base if autocast else base.bfloat16(), nn.Linear(4, 2), autocast
+
+    def forward(self, x):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            features, _ = self.base(x[None].to(self.base.bias_hh_l0.dtype))
+        return self.head(features[0].float())
+
+
+@pytest.mark.parametrize(
+    ("make", "autocast", "coarsest"),
+    [
+        (network, True, torch.bfloat16),
+        (network, False, torch.float32),
+        (lambda: OnFrozenBase(False), False, torch.bfloat16),
+        (lambda: OnFrozenBase(True), False, torch.bfloat16),
+    ],
+    ids=["autocast", "float32", "frozen base in bfloat16", "frozen base under autocast"],
+)
+@pytest.mark.parametrize("checked", [True, False])
+def test_rehearsals_allow_for_the_rounding_of_half_precision(make, autocast, coarsest, checked, monkeypatch):
     """With other batch sizes torch takes other products, which round in bfloat16 though the losses are in float32."""
     torch.set_default_dtype(torch.float32)
-    found = []
-    monkeypatch.setattr(step_run, "Answers", lambda **parts: found.append(parts["rounding"]) or Answers(**parts))
+    found, compare = [], AnswerComparison.compare
+
+    def watched(self, *args, **options):
+        found.append((options["loose"], self.rounding))
+        return compare(self, *args, **options)
+
+    monkeypatch.setattr(AnswerComparison, "compare", watched)
 
     def losses(model, x, y):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             return cross_entropy(model, x, y)
 
-    train(training_of(network(), data(), num_steps=1), losses=losses)
-    assert len(found) > 3
-    assert {*found} == {torch.finfo(torch.bfloat16 if autocast else torch.float32).eps}
+    model = make()
+    if checked:
+        tp.check(model, lambda model, batch: losses(model, *batch), data()[:8])
+    else:
+        train(training_of(model, data(), num_steps=1), losses=losses)
+    assert {loose for loose, _ in found} == {True, False}
+    assert {rounding for loose, rounding in found if loose} == {torch.finfo(coarsest).eps}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

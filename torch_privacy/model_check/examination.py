@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 
 from ..jacobian.layouts.known import Layouts
+from ..jacobian.recording.coverage import CodePath
 from ..jacobian.recording.paths import check_losses
 from ..jacobian.tape import Tape
 from ..sampling.variants import CollatedExamples
@@ -27,6 +28,7 @@ from ..support.validate import Refused, quoted
 from .checkup import Checkup
 from .findings import Findings, Refusal
 from .recorded_run import RecordedRun, message_of
+from .rehearsal.comparison import coarsest_rounding
 from .rehearsal.kept import draw_halves
 from .rehearsal.rehearsal import Rehearsal, RehearsalMemory
 from .rehearsal.row_digests import RowAnswers
@@ -209,17 +211,25 @@ class _Examination:
             with drawing_in(self._model, turn.draws, turn.count) as turn.drawn, torch.enable_grad():
                 trace = nullcontext() if turn.trace is None else turn.trace.recording(turn.count)
                 with trace:
-                    losses, rows, shapes = self._losses_and_rows(turn)
+                    losses, rows, code = self._losses_and_rows(turn)
             end = random_position()
         finally:
             numbers.close()
         changes = {} if turn.state is None else turn.state.changes()
-        return Answers(losses.detach()[:, None], rows, changes, end, drew=end != start, shapes=shapes)
+        return Answers(
+            losses.detach()[:, None],
+            rows,
+            changes,
+            end,
+            drew=end != start,
+            rounding=coarsest_rounding({*(p.dtype for p in self._parameters.values()), *code.dtypes}),
+            shapes=code.shapes,
+        )
 
-    def _losses_and_rows(self, turn: Turn) -> tuple[Tensor, RowAnswers | None, int]:
-        """Returns losses, norms and fingerprints of the exact rows, and a digest of the shapes in the forward."""
+    def _losses_and_rows(self, turn: Turn) -> tuple[Tensor, RowAnswers | None, CodePath]:
+        """Returns losses, norms and fingerprints of the exact rows, and what was seen of the code in the forward."""
         if not turn.rows or not self._found.exact:
-            return self._losses_of(turn), None, 0
+            return self._losses_of(turn), None, CodePath()
         tensors = self._tensors()
         frozen_names = (p for name, p in tensors.trained.items() if name not in self._found.exact)
         exact = {name: tensors.trained[name] for name in self._found.exact}
@@ -229,7 +239,7 @@ class _Examination:
                 tape.note_inputs(turn.batch)
                 losses = self._losses_of(turn)
             rows.take(tape.jacobian(losses, may_miss=exact), "all")
-        return losses, rows, tape.code.shapes
+        return losses, rows, tape.code
 
     def _losses_of(self, turn: Turn) -> Tensor:
         """Returns the losses of a turn's batch; refuses losses of another shape, and code that fails on it."""

@@ -283,6 +283,9 @@ def exact(method: Method) -> Method:
     return guarded  # pyright: ignore[reportReturnType]
 
 
+# () -> True if autocast is on for some type of device; the question for one type takes longer.
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
 # Returns hooks that tensors pass through when autograd saves them, as with checkpointing or offloading; None if none.
 saves_elsewhere: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)  # type: ignore[attr-defined]
 

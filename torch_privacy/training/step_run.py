@@ -5,18 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from operator import attrgetter
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..jacobian.parallel.shards import whole_losses
-from ..jacobian.recording.graph import Graph
 from ..jacobian.recording.paths import check_losses
 from ..jacobian.tape import Tape
 from ..mechanisms.sums import Recording, RunAgain, Summation
+from ..model_check.rehearsal.comparison import coarsest_rounding
 from ..model_check.rehearsal.row_digests import RowAnswers, direction
 from ..model_check.rehearsal.turn import Answers, Turn
 from ..sampling.batches import BatchRequest
@@ -327,8 +325,8 @@ class StepRun:
         changes = {} if turn.state is None else turn.state.changes()
         self._wait_for_losses()
         losses, dtypes = whole_losses(losses), {*map(_dtype, self._state.tensors.trained.values())}
-        if part.rehearsed and losses.grad_fn is not None:
-            dtypes |= Graph(losses).cast_dtypes()  # autocast computes in half precision what the losses no longer show
+        if tape is not None:
+            dtypes |= tape.code.dtypes  # half precision may be on the way where neither weights nor losses are in it
         summation = setup.mechanism.summation(part.share.units_of(turn.keep), turn.count)
         summation.defers = isinstance(setup.placement, Ranked) and setup.placement.reduces_in_buckets
         rows: RowAnswers | None = None
@@ -351,7 +349,7 @@ class StepRun:
             settled=tape is not None and not tape.measured,
             random=end,
             drew=end is not None and part.start != end,
-            rounding=max(map(_eps, dtypes)),
+            rounding=coarsest_rounding(dtypes),
             shapes=0 if tape is None else tape.code.shapes,
         )
         self._state.reached.drew |= answers.drew
@@ -401,11 +399,6 @@ class StepRun:
 
 
 _dtype = attrgetter("dtype")
-
-
-@cache
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
 
 
 def _warn_of_forward(text: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...support.torch_modes import tensors_in
+from ...support.torch_modes import is_any_autocast_enabled, tensors_in
 from .constants import FROM_PYTHON
 
 FEW = 16  # numbers in a list or tensor, up to which each is noted
@@ -38,6 +38,7 @@ class CodePath:
     def __init__(self) -> None:
         self.features: set[Any] = set()
         self.shapes = 0  # hash of the shapes of all results
+        self.dtypes: set[torch.dtype] = set()  # in which results were computed from data
         self.place = 0  # hash of the place in the code of the latest call
 
     def note_call(self, func: Callable, numbers: tuple, values: tuple = ()) -> None:
@@ -51,6 +52,12 @@ class CodePath:
                 self.features.add((place, k, kind_of_number(value)))
             elif isinstance(value, (list, tuple)) and len(value) <= FEW:
                 self.note_kinds(k, [v for v in value if isinstance(v, float)])
+
+    def note_dtypes(self, result: Tensor) -> None:
+        """Adds the type of a result, and that of autocast: a recurrent network rounds to it inside alone."""
+        self.dtypes.add(result.dtype)
+        if is_any_autocast_enabled() and torch.is_autocast_enabled(device := result.device.type):
+            self.dtypes.add(torch.get_autocast_dtype(device))
 
     def _note_entries(self, numbers: tuple) -> tuple:
         """Adds the entries of lists one by one, as few lists of many entries are equal; returns the other numbers."""

@@ -209,6 +209,7 @@ class Recorder(OpMode):
         out = step.func(*args, **kwargs)
         if isinstance(out, Tensor) and out.requires_grad and out.ndim and out.is_floating_point():  # most of them
             step.note_result(out)
+            self.code.note_dtypes(out)
             self.program.used.append(step)
             if self._forwards:
                 self.code.shapes = hash((self.code.shapes, out.shape))
@@ -237,6 +238,7 @@ class Recorder(OpMode):
         """Adds results that were computed from data."""
         counts = with_weights or self._forwards  # the loop's other results, such as its logs, round no row
         for t in results:
+            self.code.note_dtypes(t)
             if counts:
                 self.code.shapes = hash((self.code.shapes, t.shape))
             if not t.ndim or not t.is_floating_point():

@@ -238,6 +238,7 @@ class ProjectedRecording(OpMode):
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and self._active:
             self.code.shapes = hash((self.code.shapes, out.shape))
+            self.code.note_dtypes(out)
         return out
 
     def start(self, batch: Any) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +73,11 @@ class AnswerComparison:
 
     Attributes:
         parts_alone: only parts can be compared, because no example fits in the place of another one.
+        rounding: the coarsest of all runs; those that compare losses alone do not see what happens within.
     """
 
     parts_alone = False
+    rounding = 0.0
 
     def __init__(self, count: int, units: np.ndarray | None):
         self._count, self._units = count, units
@@ -122,7 +124,7 @@ class AnswerComparison:
         a, b = answers.losses.double().cpu()[places], original.losses.double().cpu()[kept]
         finite = b[b.isfinite()].abs()
         typical = float(finite.max()) if len(finite) and loose else 0.0
-        check(LOSS, a, b, b.abs().nan_to_num(0).clamp(min=0.1 * typical), _rounding(original, loose), kept)
+        check(LOSS, a, b, b.abs().nan_to_num(0).clamp(min=0.1 * typical), self._rounding(original, loose), kept)
         if answers.rows is not None and original.rows is not None:
             self._compare_rows(answers, original, keep, places, check, loose)
         return found
@@ -138,7 +140,7 @@ class AnswerComparison:
             rows = theirs = np.setdiff1d(self._units[keep], self._units[~keep])
             if len(answers.losses) != len(original.losses):  # those of a part are numbered without gaps
                 theirs = np.searchsorted(np.unique(self._units[keep]), rows)
-        eps = _rounding(original, loose) * (1 if loose else TIGHT_ROWS / TIGHT)
+        eps = self._rounding(original, loose) * (1 if loose else TIGHT_ROWS / TIGHT)
         is_part = len(answers.losses) != len(original.losses)
         for group, norms in original.rows.norms.items():
             a, b = answers.rows.norms[group][theirs], norms[rows]
@@ -167,6 +169,16 @@ class AnswerComparison:
             largest = float(b.abs().max()) if len(b) and loose else 0.0
             check(FACTOR, a, b, b.abs().clamp(min=NEGLIGIBLE * largest), eps, rows)
 
+    def _rounding(self, original: Answers, loose: bool) -> float:
+        """Returns the unit of rounding; that of the losses' own type where equal shapes are computed equally.
+
+        Where shapes differ, and half precision is on the way, `_tolerance` makes 8 of its units of what is returned.
+        """
+        least, coarsest = _eps(original.losses.dtype), self.rounding
+        if not loose:
+            return least
+        return max(least, 16 * coarsest**2 if coarsest > HALF else coarsest)
+
 
 def _change(was: float, now: float, scale: float) -> str:
     """Returns how far a number changed, relatively and in two digits: the number itself is exact and private."""
@@ -187,15 +199,9 @@ def repeats(again: Tensor, first: Tensor, scale: Tensor) -> bool:
     return _worst(again, first, scale.nan_to_num(0), ALIKE) is None
 
 
-def _rounding(original: Answers, loose: bool) -> float:
-    """Returns the unit of rounding; that of the losses' own type where equal shapes are computed equally.
-
-    Where shapes differ, and half precision is on the way, `_tolerance` makes 8 of its units of what is returned.
-    """
-    least, coarsest = _eps(original.losses.dtype), original.rounding
-    if not loose:
-        return least
-    return max(least, 16 * coarsest**2 if coarsest > HALF else coarsest)
+def coarsest_rounding(dtypes: Iterable[torch.dtype]) -> float:
+    """Returns the largest unit of rounding of these types."""
+    return max(map(_eps, dtypes), default=0.0)
 
 
 def _eps(dtype: torch.dtype) -> float:

@@ -163,7 +163,9 @@ class Rehearsal:
 
         def run(turn: Turn) -> Generator[Turn, Answers, Answers]:
             turn.prepare, turn.state = lambda: prepare(turn), before
-            return (yield turn)
+            answers = yield turn
+            self._comparison.rounding = max(self._comparison.rounding, answers.rounding)
+            return answers
 
         redrawn = Redrawn(
             self._examples, self._comparison, self._generator, run, self._memory.notes, thorough=self._is_thorough

@@ -71,5 +71,5 @@ class Answers:
     later: dict[str, Any] = field(default_factory=dict)  # the same changes, after the backward passes
     settled: bool = False  # True if these passes were the usual ones, and none that only measures layouts
     drew: bool = False  # whether random numbers were drawn
-    rounding: float = 0.0  # relative, of the parameters' coarsest type: losses may have more digits than that
+    rounding: float = 0.0  # relative, of the coarsest type that was seen: losses may have more digits than that
     shapes: int = 0  # equal for two runs if all results in their forwards had the same shapes
