@@ -190,7 +190,7 @@ CATALOG = (
     ),
     Experiment(
         "gep-cifar10", GEP, "yu2021.cifar10:CIFAR10",
-        "Table 1, CIFAR-10", "small photographs and ResNet-20 with noise on embedding and residual; the full run needs a GPU",
+        "Table 1, CIFAR-10", "small photographs and ResNet-20 with noise on both parts; the full run needs a GPU",
         500_000, 120, "CIFAR-10, CIFAR-100", trains=True,
     ),
     Experiment(
