@@ -274,10 +274,9 @@ def _rows(path: Path, text: str) -> Generator[tuple[int, list[str]]]:
 
     Close it: while it runs, the csv module of the whole process takes longer cells.
     """
-    limit = csv.field_size_limit(LONGEST_CELL)
     start, delimiter = _start(path, text)
     skipped = len(text[:start].splitlines())
-    line = skipped + 1
+    line, limit = skipped + 1, csv.field_size_limit(LONGEST_CELL)
     try:
         reader = csv.reader(io.StringIO(text[start:], newline=""), delimiter=delimiter, strict=True)
         for row in reader:
