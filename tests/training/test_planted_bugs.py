@@ -182,10 +182,7 @@ CASES: dict[str, tuple[Callable[..., Any], Any, Plant]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_an_audit_catches_a_planted_bug(name: str, planted: bool, monkeypatch: pytest.MonkeyPatch):
     make, canaries, plant = CASES[name]
-    for module in (
-        "audit",
-        "audit_sums",
-    ):  # blocks and ties, which are drawn anew: at 5 % an honest one fails now and then
+    for module in ("audit", "audit_sums"):  # blocks and ties, drawn anew in each audit: 5 % of honest ones would fail
         monkeypatch.setattr(f"torch_privacy.privacy.{module}.secrets", SimpleNamespace(randbits=lambda bits: 5))
     train = make()
     if planted:
