@@ -85,5 +85,5 @@ def standing_out(
 
 
 def fine_ends(low: float, high: float, times: int = 1) -> Ends:
-    """Returns the ends of the second bins, 64 or so many times more."""
+    """Returns the ends of the second bins: 64 of equal width between two bounds, or ``times`` as many."""
     return np.linspace(low, high, times * FINE_BINS + 1)

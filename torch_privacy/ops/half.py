@@ -70,7 +70,7 @@ class InHalf(Op):
         return InHalf(self.op.select(index))
 
     def _parts(self) -> Iterator[tuple[slice, Rows]]:
-        """Yields the rows of some examples after the other, of as many as those whose norms are computed at once."""
+        """Yields the rows in the same chunks of examples as the norms, so that both are rounded alike."""
         n, (method,) = self.num_examples, self.methods()
         size = chunk_size(n, method.floats)
         for i in range(0, max(n, 1), size):

@@ -324,9 +324,7 @@ class StepRun:
         changed_buffers = check_user_code(pending, losses)
         changes = {} if turn.state is None else turn.state.changes()
         self._wait_for_losses()
-        losses, dtypes = whole_losses(losses), {*map(_dtype, self._state.tensors.trained.values())}
-        if tape is not None:
-            dtypes |= tape.code.dtypes  # half precision may be on the way where neither weights nor losses are in it
+        losses = whole_losses(losses)
         summation = setup.mechanism.summation(part.share.units_of(turn.keep), turn.count)
         summation.defers = isinstance(setup.placement, Ranked) and setup.placement.reduces_in_buckets
         rows: RowAnswers | None = None
@@ -349,12 +347,17 @@ class StepRun:
             settled=tape is not None and not tape.measured,
             random=end,
             drew=end is not None and part.start != end,
-            rounding=coarsest_rounding(dtypes),
+            rounding=self._rounding(tape) if part.rehearsed else 0.0,
             shapes=0 if tape is None else tape.code.shapes,
         )
         self._state.reached.drew |= answers.drew
         answered = None if tape is None else Answered(sums, summation, tape.code, answers.losses)
         return answered, answers
+
+    def _rounding(self, tape: Recording | None) -> float:
+        """Returns the coarsest rounding of weights and results; half precision need not be in weights or losses."""
+        dtypes = {*map(_dtype, self._state.tensors.trained.values())}
+        return coarsest_rounding(dtypes if tape is None else dtypes | tape.code.dtypes)
 
     def _clipped_sums(
         self, tape: Recording, losses: Tensor, summation: Summation, rows: RowAnswers | None, *, is_batch: bool

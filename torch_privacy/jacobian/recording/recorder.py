@@ -19,7 +19,7 @@ from torch.overrides import _pop_mode, _push_mode
 
 from ...ops import COMPOSED, OPS, Use
 from ...ops.elementwise import OVERWRITING
-from ...support.torch_modes import OpMode, is_transformed, saves_elsewhere, tensors_in
+from ...support.torch_modes import OpMode, is_any_autocast_enabled, is_transformed, saves_elsewhere, tensors_in
 from ..parallel.shards import may_be_parallel
 from .called import watched
 from .calls import SCAN, CallLog, RunCall, edges_of, output_of, plain_output, uses_by_fallback, uses_by_rule
@@ -209,7 +209,8 @@ class Recorder(OpMode):
         out = step.func(*args, **kwargs)
         if isinstance(out, Tensor) and out.requires_grad and out.ndim and out.is_floating_point():  # most of them
             step.note_result(out)
-            self.code.note_dtypes(out)
+            if out.dtype not in self.code.dtypes or is_any_autocast_enabled():
+                self.code.note_dtypes(out)
             self.program.used.append(step)
             if self._forwards:
                 self.code.shapes = hash((self.code.shapes, out.shape))
