@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,9 @@ import torch_privacy as tp
 from torch_privacy.mechanisms.base import PRICED_ROUNDING
 from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.mechanisms.sums import ROUNDING, BoundCheck
-from torch_privacy.model_check.rehearsal.comparison import AnswerComparison
+from torch_privacy.model_check.rehearsal.comparison import REMOVED, AnswerComparison
+from torch_privacy.model_check.rehearsal.turn import Answers
+from torch_privacy.support.torch_modes import full_precision, product_rounding
 
 
 def test_step_releases_clipped_sum_plus_noise_over_expected_batch_size():
@@ -389,6 +392,30 @@ def test_rehearsals_allow_for_the_rounding_of_half_precision(make, autocast, coa
         train(training_of(model, data(), num_steps=1), losses=losses)
     assert {loose for loose, _ in found} == {True, False}
     assert {rounding for loose, rounding in found if loose} == {torch.finfo(coarsest).eps}
+
+
+@pytest.mark.parametrize(("loss", "refused"), [(1e-4, False), (0.5, True)])
+def test_small_losses_may_differ_by_the_rounding_of_the_logits_behind_them(loss, refused):
+    """A loss of 1e-4 is the probability of the other classes, which 7 bits of a logit of 9 change by 3 %."""
+    answers = [Answers(torch.tensor([[x], [x]]), None, {}, None) for x in (loss, 1.1 * loss)]
+    comparison = AnswerComparison(2, None)
+    comparison.rounding = torch.finfo(torch.bfloat16).eps
+    found = comparison.compare(np.array([True, False]), *answers, np.array([0]), None, REMOVED, loose=True)
+    assert bool(found) is refused
+
+
+@pytest.mark.parametrize("op", ["matmul", "conv", "rnn"])
+def test_sums_are_computed_in_full_where_a_processor_may_multiply_coarsely(op):
+    setting, cpu = getattr(torch.backends.mkldnn, op), torch.device("cpu")
+    assert product_rounding(cpu) == 0.0
+    setting.fp32_precision = "bf16"
+    try:
+        assert product_rounding(cpu) == torch.finfo(torch.bfloat16).eps
+        with full_precision(cpu):
+            assert setting.fp32_precision == "ieee"
+        assert setting.fp32_precision == "bf16"
+    finally:
+        setting.fp32_precision = "none"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

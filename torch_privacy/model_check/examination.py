@@ -222,7 +222,7 @@ class _Examination:
             changes,
             end,
             drew=end != start,
-            rounding=coarsest_rounding({*(p.dtype for p in self._parameters.values()), *code.dtypes}),
+            rounding=coarsest_rounding(self._parameters.values(), code),
             shapes=code.shapes,
         )
 

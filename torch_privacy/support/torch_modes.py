@@ -195,17 +195,19 @@ def _forced_eager() -> Callable[[], object]:
 is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-# GPUs may round the factors of float32 products to 10 bits (TensorFloat-32), oneDNN on a CPU to fewer still.
-COARSE_EPS = 2.0**-10
+# Units of rounding of the factors of float32 products, by torch's names: TensorFloat-32 keeps 10 bits, bfloat16 7.
+COARSE_EPS = {"tf32": 2.0**-10, True: 2.0**-10, "bf16": 2.0**-7}
+# (backend, op) -> torch's setting there, since torch 2.9; its public properties take ten times as long.
+_precision_of: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
 
 
-def _precision_settings() -> list[tuple[Any, str]]:
-    """Returns torch's settings of the precision of float32 products, as objects and names."""
-    cudnn, mkldnn, matmul = torch.backends.cudnn, torch.backends.mkldnn, torch.backends.cuda.matmul
-    if not hasattr(cudnn, "conv"):  # torch before 2.9
-        return [(cudnn, "allow_tf32"), (matmul, "allow_tf32")]
-    places = (cudnn.conv, cudnn.rnn, matmul, mkldnn.conv, mkldnn.rnn, mkldnn.matmul)
-    return [(place, "fp32_precision") for place in places]
+def _precision_settings(on_cpu: bool) -> list[tuple[Any, str]]:
+    """Returns torch's settings of the precision of float32 products, as objects and names; that of matrices first."""
+    backends = torch.backends
+    if _precision_of is None:  # one setting for the CPU and matrices on a GPU
+        return [(backends.cuda.matmul, "allow_tf32"), *([] if on_cpu else [(backends.cudnn, "allow_tf32")])]
+    layers, matmul = (backends.mkldnn,) * 2 if on_cpu else (backends.cudnn, backends.cuda)
+    return [(place, "fp32_precision") for place in (matmul.matmul, layers.conv, layers.rnn)]
 
 
 def _set_full(place: Any, name: str) -> Any:
@@ -237,12 +239,13 @@ def full_precision(device: torch.device) -> AbstractContextManager:
     A row's norm and its part of the clipped sum come from different products of the same factors. If these are rounded
     to 10 bits, the part exceeds the clip norm by up to 4e-4; in float32 by 2e-7.
     """
-    return _Changed(_compute_fully) if device.type != "cpu" or multiplies_coarsely() else nullcontext()
+    return _Changed(_compute_fully) if device.type != "cpu" or _cpu_multiplies_coarsely() else nullcontext()
 
 
 def _compute_fully() -> Callable[[], object]:
     """Computes products of float32 in float32."""
-    before = [(place, name, _set_full(place, name)) for place, name in _precision_settings()]
+    settings = [*_precision_settings(False), *_precision_settings(True)]
+    before = [(place, name, _set_full(place, name)) for place, name in settings]
 
     def restore() -> None:
         for setting in before:
@@ -251,23 +254,26 @@ def _compute_fully() -> Callable[[], object]:
     return restore
 
 
-def multiplies_coarsely() -> bool:
-    """True if torch's settings allow it to multiply float32 matrices with less precision."""
-    try:
+def _cpu_multiplies_coarsely() -> bool:
+    """True if torch's settings allow a CPU to compute float32 products with less precision."""
+    if _precision_of is None:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # it was set for only one backend
-        return True
+    return any(_precision_of("mkldnn", op) in COARSE_EPS for op in ("matmul", "conv", "rnn"))
 
 
 def _is_exact_on_cpu() -> bool:
-    return not torch.is_autocast_enabled("cpu") and not multiplies_coarsely()
+    return not torch.is_autocast_enabled("cpu") and not _cpu_multiplies_coarsely()
 
 
-def product_rounding(device: torch.device) -> float:
-    """Returns the relative rounding of factors in the user's own float32 products, if settings allow it; else 0."""
-    if device.type == "cpu":
-        return COARSE_EPS if multiplies_coarsely() else 0.0
-    return COARSE_EPS if any(getattr(*setting) in ("tf32", "bf16", True) for setting in _precision_settings()) else 0.0
+def product_rounding(device: torch.device, *, of_matrices: bool = False) -> float:
+    """Returns the relative rounding of factors in the user's own float32 products, if settings allow it; else 0.
+
+    Args:
+        device: of the factors.
+        of_matrices: products of matrices are meant alone, not those in convolutions and recurrent networks.
+    """
+    settings = _precision_settings(device.type == "cpu")[: 1 if of_matrices else None]
+    return max(COARSE_EPS.get(getattr(*setting), 0.0) for setting in settings)
 
 
 def exact(method: Method) -> Method:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter
 
 import numpy as np
 from torch import Tensor
@@ -355,9 +354,7 @@ class StepRun:
         return answered, answers
 
     def _rounding(self, tape: Recording | None) -> float:
-        """Returns the coarsest rounding of weights and results; half precision need not be in weights or losses."""
-        dtypes = {*map(_dtype, self._state.tensors.trained.values())}
-        return coarsest_rounding(dtypes if tape is None else dtypes | tape.code.dtypes)
+        return coarsest_rounding(self._state.tensors.trained.values(), None if tape is None else tape.code)
 
     def _clipped_sums(
         self, tape: Recording, losses: Tensor, summation: Summation, rows: RowAnswers | None, *, is_batch: bool
@@ -399,9 +396,6 @@ class StepRun:
                 f"{meaning}.{cure}"
             )
         return flat
-
-
-_dtype = attrgetter("dtype")
 
 
 def _warn_of_forward(text: str) -> None:

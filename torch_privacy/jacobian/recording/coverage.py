@@ -88,6 +88,12 @@ class CodePath:
                 if t._version:
                     self.features.add(("written into", k))
 
+    @property
+    def convolves(self) -> bool:
+        """True if a convolution or a recurrent network was called, which a GPU may multiply less precisely."""
+        names = {getattr(feature[0], "__name__", "") for feature in self.features}
+        return any("conv" in name or name.startswith(("lstm", "gru", "rnn")) for name in names)
+
     def note(self, features: Iterable[Any]) -> None:
         """Adds anything else in which paths differ."""
         self.features.update(features)

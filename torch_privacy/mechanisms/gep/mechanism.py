@@ -16,7 +16,7 @@ from ... import privacy
 from ...jacobian.layouts.known import Merging
 from ...jacobian.rows.operator import Jacobian, RowsOfBatch
 from ...support.model_state import ModelTensors
-from ...support.torch_modes import multiplies_coarsely
+from ...support.torch_modes import product_rounding
 from ...support.units import ONE_EXAMPLE
 from ...support.validate import Refused
 from ..base import RELATION, Mechanism, sums_or_zeros
@@ -382,4 +382,4 @@ class _EmbeddingAndResidual(Summation):
 def _slack(rounding: float, embedding: Tensor) -> float:
     """Returns a bound on the rounding error of a squared residual norm, relative to the gradient's squared norm."""
     eps = max(rounding, torch.finfo(embedding.dtype).eps)
-    return COARSE if eps > 1e-8 and multiplies_coarsely() else ROUNDING * eps
+    return COARSE if eps > 1e-8 and product_rounding(embedding.device, of_matrices=True) else ROUNDING * eps

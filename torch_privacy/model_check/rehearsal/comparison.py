@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from ...jacobian.layouts.measure import NOT_SEPARATED
+from ...jacobian.recording.coverage import CodePath
 from ...support.contents import same
+from ...support.torch_modes import product_rounding
 from ...support.validate import quoted
 from .trace import Trace
 from .turn import Answers, Turn
@@ -21,6 +23,7 @@ from .turn import Answers, Turn
 TIGHT = 64  # units of rounding by which losses at equal shapes may differ
 TIGHT_ROWS = 1024  # the same for rows, which are long sums; in most networks both are equal to the last bit
 HALF = 1e-5  # units of rounding above this one are those of half precision
+SMALL_LOSS = 0.01  # losses below this one are differences of logits, of which half precision loses that much
 ALIKE = 1e-5  # relative difference of answers that were computed twice
 NEGLIGIBLE = 1e-6  # rows this much shorter than the longest are not compared where shapes depend on the data
 COARSE = 0.02  # relative difference that is allowed in the norms of the rows of a part of the batch
@@ -124,7 +127,9 @@ class AnswerComparison:
         a, b = answers.losses.double().cpu()[places], original.losses.double().cpu()[kept]
         finite = b[b.isfinite()].abs()
         typical = float(finite.max()) if len(finite) and loose else 0.0
-        check(LOSS, a, b, b.abs().nan_to_num(0).clamp(min=0.1 * typical), self._rounding(original, loose), kept)
+        eps = self._rounding(original, loose)
+        least = max(0.1 * typical, SMALL_LOSS if loose and self.rounding > HALF else 0.0)
+        check(LOSS, a, b, b.abs().nan_to_num(0).clamp(min=least), eps, kept)
         if answers.rows is not None and original.rows is not None:
             self._compare_rows(answers, original, keep, places, check, loose)
         return found
@@ -199,9 +204,16 @@ def repeats(again: Tensor, first: Tensor, scale: Tensor) -> bool:
     return _worst(again, first, scale.nan_to_num(0), ALIKE) is None
 
 
-def coarsest_rounding(dtypes: Iterable[torch.dtype]) -> float:
-    """Returns the largest unit of rounding of these types."""
-    return max(map(_eps, dtypes), default=0.0)
+def coarsest_rounding(weights: Iterable[Tensor], code: CodePath | None) -> float:
+    """Returns the largest unit of rounding of weights and of results, where half precision need not be in losses.
+
+    Where float32 is multiplied in TensorFloat-32, that of its factors counts: with few rows torch takes other products.
+    """
+    devices = {weight.dtype: weight.device for weight in weights}
+    dtypes, of_matrices = ({*devices}, True) if code is None else ({*devices, *code.dtypes}, not code.convolves)
+    rounded = {*devices.values()} if torch.float32 in dtypes else ()
+    products = [product_rounding(device, of_matrices=of_matrices) for device in rounded]
+    return max([*map(_eps, dtypes), *products], default=0.0)
 
 
 def _eps(dtype: torch.dtype) -> float:
