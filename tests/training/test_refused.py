@@ -200,6 +200,14 @@ def test_input_normalised_over_the_batch_is_refused():
         train(training_of(model))
 
 
+def test_a_tensor_of_inference_mode_is_refused():
+    model = network()
+    with torch.inference_mode():
+        model.register_buffer("scale", torch.ones(2))
+    with pytest.raises(tp.Refused, match=r"'scale' was made under torch.inference_mode"):
+        training_of(model, data())
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, torch.optim.SparseAdam])
 def test_optimizers_that_do_not_fit_are_refused(optimizer):
     model, settings = nn.Linear(3, 2), {"expected_batch_size": 2, "num_steps": 3, "noise_multiplier": 1.0}

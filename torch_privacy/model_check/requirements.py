@@ -90,6 +90,7 @@ def check_no_gradient_hooks(trained: Mapping[str, Tensor]) -> None:
 def check_model(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuses unsupported optimizers, and batch normalization in training mode, which mixes examples."""
     _check_plain(model, optimizer)
+    _check_recorded(model)
     if isinstance(optimizer, LBFGS):
         raise Refused("PrivateTraining: LBFGS needs several gradients per step; use a first-order optimizer.")
     if isinstance(optimizer, SparseAdam):
@@ -118,6 +119,16 @@ def _check_plain(model: nn.Module, optimizer: Optimizer) -> None:
             f"PrivateTraining: {wrapped[0]} comes from Opacus. Pass model and optimizer as they were before "
             "make_private: PrivateTraining computes per-example gradients, clips and adds noise itself."
         )
+
+
+def _check_recorded(model: nn.Module) -> None:
+    """Refuses tensors that count no changes: what the model writes into them could not be seen."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_inference():
+            raise Refused(
+                f"PrivateTraining: {name!r} was made under torch.inference_mode(), which counts no changes of a "
+                "tensor. Build or load the model outside of it; torch.no_grad() does the same for a training."
+            )
 
 
 def _is_opacus_wrapper(part: object) -> bool:
