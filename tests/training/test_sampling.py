@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from ranked import VIEWS, case, difference, start, whole_weights
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 from trainings import (
     RULES,
     ZERO_OUT,
@@ -130,7 +130,21 @@ def centered_by_numpy(rows):
     rows.tensors[0].numpy()[:] -= rows.tensors[0].numpy().mean(0)
 
 
+class Own(Dataset):
+    """A data set that makes its items in code, with augmentation."""
+
+    def __init__(self, rows):
+        self.x, self.y = (tensor.numpy() for tensor in rows.tensors)
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, index):
+        return torch.from_numpy(self.x[index]) + torch.rand(3), self.y[index]
+
+
 REWRITTEN = {
+    "items made in code": (Own, lambda rows: setattr(rows, "x", rows.x - rows.x.mean(0))),
     "list": (list, centered),
     "subset": (lambda rows: Subset(list(rows), [*range(N)]), lambda rows: centered(rows.dataset)),
     "entries of a list": (list, centered_in_place),
@@ -143,7 +157,7 @@ REWRITTEN = {
 def test_rows_that_are_written_are_named(kind):
     make, write = REWRITTEN[kind]
     rows = make(TensorDataset(*(tensor.clone() for tensor in data().tensors)))
-    training = training_of(dataset=rows, num_steps=20)
+    training = training_of(dataset=rows, num_steps=40)
     train(training, steps=3)
     write(rows)
     with pytest.warns(UserWarning, match=r"rows of the data set were written or replaced before step \d"):

@@ -19,7 +19,8 @@ from ..support.draws import AS_DRAWN, Drawn, Rule, RunDraws
 from ..support.fixed_draws import drawing
 from ..support.random_state import SeededRandomNumbers, random_position
 from ..support.validate import Refused
-from .datasets import Places, check_map_style, source_of, tensors_and_rows
+from .datasets import check_map_style, source_of, tensors_and_rows
+from .places import Places
 
 Collate = Callable[[list[Any]], Any]
 

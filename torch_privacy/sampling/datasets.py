@@ -3,20 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from ..support.contents import copied, has_entries, same
 from ..support.validate import Refused
-from ..support.versions import Versions
-
-KEPT_ROWS, KEPT_ENTRIES = 1024, 64  # rows of a tensor, and entries of a list, of which copies are compared
-KEPT_BYTES = 2**24  # of the copies of a tensor's rows, at most
 
 
 def check_map_style(dataset: Any, name: str = "dataset") -> None:
@@ -135,97 +128,6 @@ def source_of(dataset: Dataset) -> tuple[Dataset, np.ndarray | None]:
     source, subset = source_of(dataset.dataset)
     indices = np.asarray(dataset.indices, dtype=np.int64)
     return source, indices if subset is None else subset[indices]
-
-
-class KeptRows:
-    """Copies of some rows, to notice what changes no version: what numpy writes, or code through ``.data``.
-
-    Args:
-        take: returns what rows with these numbers hold at present.
-        rows: (m,) numbers of the rows.
-        at_once: as many of them are compared in each call.
-    """
-
-    def __init__(self, take: Callable[[torch.Tensor], Any], rows: torch.Tensor, at_once: int):
-        self._take, self._turn = take, 0
-        self._parts = [(part, copied(take(part))) for part in rows.split(at_once)]
-
-    def are_current(self) -> bool:
-        """True if rows hold what they held: a part of them, another one in each call."""
-        part, copy = self._parts[self._turn]
-        self._turn = (self._turn + 1) % len(self._parts)
-        return same(self._take(part), copy)
-
-
-class Places:
-    """Notices rows of a list, or of tensors, that are no longer where they were: shuffled, replaced or taken out.
-
-    So it does indices of subsets of any data set. The items of other data sets are not looked at: they may change for
-    other reasons, such as augmentation.
-    """
-
-    def __init__(self, dataset: Any):
-        self._dataset, (source, chosen) = dataset, source_of(dataset)
-        self._chosen = None if chosen is None else chosen.copy()
-        self._rows = [*source] if type(source) in (list, tuple) else None
-        self._held = source.tensors if type(source) is TensorDataset else ()
-        self._tensors = Versions(tensor for tensor in self._held if not tensor.is_inference())
-        self._kept, self._turn = [*self._copies()], 0
-
-    def _copies(self) -> Iterator[KeptRows]:
-        """Yields copies of some rows of the list, or of each tensor that is in the host's memory."""
-        n = len(self._dataset)
-        if self._rows is not None:
-            rows = self._rows
-            yield KeptRows(lambda part: [rows[i] for i in part.tolist()], self._spread(min(n, KEPT_ENTRIES)), 1)
-        for tensor in self._held:
-            if tensor.device.type == "cpu" and has_entries(tensor):
-                most = KEPT_BYTES // max(1, tensor.nbytes // max(1, len(tensor)))
-                rows = self._spread(min(n, KEPT_ROWS, max(1, most)))
-                yield KeptRows(partial(tensor.index_select, 0), rows, KEPT_ROWS // KEPT_ENTRIES)
-
-    def _spread(self, m: int) -> torch.Tensor:
-        """Returns the numbers of m rows, at equal distances among those that are used."""
-        places = np.linspace(0, len(self._dataset) - 1, m, dtype=np.int64)
-        return torch.from_numpy(places if self._chosen is None else self._chosen[places])
-
-    def are_kept(self, indices: np.ndarray) -> bool:
-        """True if these rows are where they were."""
-        source, places = self._found(indices)
-        if places is None or (self._chosen is not None and places != self._chosen[indices].tolist()):
-            return False
-        if self._rows is not None:
-            return len(source) == len(self._rows) and all(source[i] is self._rows[i] for i in places)
-        if not self._held:
-            return True
-        written = not self._tensors.are_current() or not all(rows.are_current() for rows in self._kept)
-        return source.tensors is self._held and not written
-
-    def are_rewritten(self, indices: np.ndarray) -> bool:
-        """True if these rows are other objects or have other numbers than rows had, and were not moved alone."""
-        if self._rows is None:
-            return not self._tensors.are_current() or self._shows_writing()
-        source, places = self._found(indices)
-        return any(id(source[i]) not in self._ids for i in places or () if i < len(source)) or self._shows_writing()
-
-    def _shows_writing(self) -> bool:
-        """True if some kept rows have other numbers: of one tensor in every fourth call, as this takes some time."""
-        self._turn += 1
-        number, rest = divmod(self._turn, 4)
-        return bool(self._kept) and not rest and not self._kept[number % len(self._kept)].are_current()
-
-    @cached_property
-    def _ids(self) -> set[int]:
-        return set(map(id, self._rows or ()))
-
-    def _found(self, indices: np.ndarray) -> tuple[Any, list[int] | None]:
-        """Returns the data set behind subsets, and where these rows are in it; None if a subset lacks some."""
-        source, places = self._dataset, indices.tolist()
-        while type(source) in (Subset, ChosenByOwners):
-            if max(places, default=-1) >= len(source.indices):
-                return source, None
-            source, places = source.dataset, [source.indices[i] for i in places]
-        return source, places
 
 
 def tensors_and_rows(dataset: Dataset) -> tuple[tuple[torch.Tensor, ...], np.ndarray | None] | None:

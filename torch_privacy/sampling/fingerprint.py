@@ -221,8 +221,8 @@ def _hashed(dataset: Dataset, n: int, key: bytes, num_items: int | None) -> tupl
         return total.digest(), len(chosen)
     count, start = 0, time.monotonic()
     for index in _sample(n, key, num_items or MOST_ITEMS):
-        digest = _of_item(dataset, index, key)
-        if digest != _of_item(dataset, index, key):  # each twice: what is drawn at random may leave some as they are
+        digest = digest_of_item(dataset, index, key)
+        if digest != digest_of_item(dataset, index, key):  # each twice: random numbers may leave some as they are
             raise Unhashable("items differ from one time that they are fetched to the next")
         total.update(index.to_bytes(8, "little") + digest)
         count += 1
@@ -248,7 +248,7 @@ def _sample(n: int, key: bytes, count: int) -> Iterator[int]:
             yield index
 
 
-def _of_item(dataset: Dataset, index: int, key: bytes) -> bytes:
+def digest_of_item(dataset: Dataset, index: int, key: bytes) -> bytes:
     """Returns the keyed hash of an item, fetched with random numbers of the key."""
     numbers = SeededRandomNumbers(_keyed(key, b"random", index.to_bytes(8, "little")).digest())
     try:

@@ -95,7 +95,7 @@ class StepRun:
         """Refuses rows that have moved, where an example would be drawn again, or for another owner, at a new place.
 
         With several ranks, too: where they do not move alike, one example is drawn at two places of a batch. Elsewhere
-        rows may move; those that were changed are noted.
+        rows may move. Those that were changed are noted.
         """
         settings, ranks = self._setup.settings, self._setup.placement.ranks
         matters = settings.sampling.needs_places or settings.owners is not None or ranks.size > 1
@@ -106,7 +106,7 @@ class StepRun:
                 "Leave the data as they are from the start to the last step: batches are drawn at random, and need no "
                 "shuffling."
             )
-        if not matters and self._setup.batches.places.are_rewritten(records):
+        if self._setup.batches.places.are_rewritten(records):
             self._state.rewritten.note(self._state.step)
 
     def requests(self, end: int) -> Iterator[BatchRequest]:
