@@ -4,8 +4,10 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from PIL import Image
 
 import torch_privacy as tp
 from torch_privacy import privacy
@@ -79,8 +81,30 @@ def test_an_example_has_a_teacher_of_its_own_whatever_the_others_are():
 
 
 @pytest.mark.parametrize(
+    "made",
+    [
+        lambda value: Image.fromarray(np.full((40, 40), value, dtype=np.uint8)),
+        lambda value: (torch.zeros(2000).index_fill(0, torch.tensor([1000]), value), 1),
+        lambda value: {"text": f"at 0x{value}", "seen": {value, "b"}},
+        lambda value: np.array(["a", value], dtype=object),
+        lambda value: torch.tensor([value, 1.0], dtype=torch.bfloat16),
+    ],
+    ids=["image", "large tensor in a tuple", "dict", "array of objects", "half precision"],
+)
+def test_the_teacher_follows_from_the_content_alone(made):
+    teachers = tp.teachers_of([made(value) for value in range(20)], 10**6)
+    assert torch.equal(tp.teachers_of([made(value) for value in range(19, -1, -1)], 10**6).flip(0), teachers)
+    assert len(teachers.unique()) == 20
+
+
+@pytest.mark.parametrize(
     ("make", "said"),
     [
+        (lambda: tp.teachers_of([object()], 5), "shows its place in memory"),
+        (lambda: tp.teachers_of([(1, [object()])], 5), "shows its place in memory"),
+        (lambda: tp.teachers_of({"age": [1, 2]}, 5), "one element for each example"),
+        (lambda: tp.teachers_of(pd.DataFrame({"age": [1, 2]}), 5), "itertuples"),
+        (lambda: GNMax(5, 1.0, tests=9, threshold=float("nan"), test_noise_stddev=1.0), "threshold=nan"),
         (lambda: GNMax(0, 1.0), "answers=0"),
         (lambda: GNMax(5, 0.0), "noise_stddev=0.0"),
         (lambda: GNMax(5, 1.0, tests=9), "test_noise_stddev=0.0"),

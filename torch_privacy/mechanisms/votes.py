@@ -7,7 +7,8 @@ Source: N. Papernot, S. Song, I. Mironov, A. Raghunathan, K. Talwar, Ú. Erlings
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -21,6 +22,7 @@ from ..privacy.events.pate import ThresholdTests, data_dependent_epsilon, thresh
 from ..support.validate import Refused, non_negative, plain_numbers, positive, strictly_between, whole
 from .noise import Noise
 
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 MOST_VOTES = 2**24  # float32 counts up to here
 
 
@@ -32,9 +34,14 @@ def teachers_of(examples: Iterable[Any], num_teachers: int, *, seed: int = 0) ->
     examples have the same teacher.
 
     Args:
-        examples: tensors or arrays, or anything with a ``repr`` that shows all of its content.
+        examples: tensors, arrays, images, texts, numbers, or tuples, lists or dicts of these; of other types those with
+            a ``repr`` that shows their content.
         num_teachers: how many.
         seed: public.
+
+    Raises:
+        Refused: a table or text where its rows or lines are meant, or an example with a ``repr`` that shows where it
+            lies in memory: its teacher would depend on the other examples.
 
     Example:
         >>> teachers_of([[1, 2], [3, 4], [1, 2]], 10).tolist()
@@ -42,15 +49,41 @@ def teachers_of(examples: Iterable[Any], num_teachers: int, *, seed: int = 0) ->
     """
     whole("teachers_of", at_least=1, num_teachers=num_teachers)
     whole("teachers_of", seed=seed)
+    if isinstance(examples, (str, bytes, Mapping)) or hasattr(examples, "itertuples"):
+        raise Refused(
+            f"teachers_of: examples of type {type(examples).__name__} would be taken apart into characters or names of "
+            "columns. Pass one element for each example, of a data frame table.itertuples(index=False)."
+        )
     key = seed.to_bytes(8, "big")
     digests = (hashlib.blake2b(_content(example), key=key, digest_size=8).digest() for example in examples)
     return torch.tensor([int.from_bytes(digest, "big") % num_teachers for digest in digests], dtype=torch.int64)
 
 
 def _content(example: Any) -> bytes:
-    if isinstance(example, (Tensor, np.ndarray)):
-        return np.ascontiguousarray(torch.as_tensor(example).detach().cpu().numpy()).tobytes()
-    return repr(example).encode()
+    plain = _plain(example)
+    return plain if isinstance(plain, bytes) else repr(plain).encode("utf-8", "surrogatepass")
+
+
+def _plain(value: Any) -> Any:
+    """Returns the content as bytes, or as a list or object with a ``repr`` that shows it."""
+    if isinstance(value, Tensor) and value.layout is torch.strided:  # through bytes, as numpy has no bfloat16
+        return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist()) if value.dtype.hasobject else value.tobytes()
+    if isinstance(value, Mapping):
+        return [(key, _plain(part)) for key, part in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, (set, frozenset)):  # has no order of its own
+        return sorted(repr(_plain(part)) for part in value)
+    if hasattr(value, "__array_interface__"):  # an image, or a number of numpy
+        return np.asarray(value).tobytes()
+    if not isinstance(value, str) and _ADDRESS.search(repr(value)):
+        raise Refused(
+            f"teachers_of: {value!r} shows its place in memory, not its content, so that its teacher would depend on "
+            "the other examples. Pass the content: tensors, arrays, texts, numbers, or tuples of these."
+        )
+    return value
 
 
 @plain_numbers
@@ -95,7 +128,7 @@ class GNMax:
         whole("GNMax", at_least=1, answers=self.answers)
         whole("GNMax", tests=self.tests)
         positive("GNMax", noise_stddev=self.noise_stddev)
-        non_negative("GNMax", test_noise_stddev=self.test_noise_stddev)
+        non_negative("GNMax", threshold=self.threshold, test_noise_stddev=self.test_noise_stddev)
         if self.tests:
             positive("GNMax", test_noise_stddev=self.test_noise_stddev)
 
@@ -142,7 +175,7 @@ class GNMax:
 
     def epsilon_of_these_votes(self, votes: Tensor, answers: NoisyAnswers, delta: float) -> float:
         """Returns the data-dependent epsilon of the tests and answers: **private itself**, not a guarantee."""
-        counts = votes.double().numpy()
+        counts = torch.as_tensor(votes).double().numpy()
         made = ThresholdTests(counts[: answers.tested].max(1), self.threshold, self.test_noise_stddev)
         tests = made if answers.tested else None
         return data_dependent_epsilon(counts[answers.queries.numpy()], self.noise_stddev, delta, tests=tests)
