@@ -476,3 +476,14 @@ def test_properties_of_nothing_are_zero():
     nothing = tape.jacobian(losses)
     zeros = {"0": 0, "1": 0}
     assert basis.stable_ranks(nothing) == basis.projection_errors(nothing) == basis.captured_energy(nothing) == zeros
+
+
+@pytest.mark.parametrize("call", ["stable_ranks", "projection_errors", "captured_energy"])
+def test_properties_of_other_gradients_are_refused(call):
+    model, other = nn.Linear(3, 4), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    basis = tp.AnchorSubspace(torch.randn(9, 3), 4).basis(model)
+    for trained, count, match in ((other, 5, "names and shapes must be equal"), (model, 0, "of no example")):
+        with tp.record(trained) as tape:
+            losses = F.cross_entropy(trained(torch.randn(count, 3)), torch.randint(4, (count,)), reduction="none")
+        with pytest.raises(ValueError, match=match):
+            getattr(basis, call)(tape.jacobian(losses))

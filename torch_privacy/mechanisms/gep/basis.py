@@ -160,14 +160,29 @@ class Basis:
         vectors = self.columns[group].split(basis.vectors)
         return jacobian.restricted(vectors).project(vectors).to(basis.mixing) @ basis.mixing.mT
 
+    def _check(self, jacobian: Jacobian) -> None:
+        """Raises unless the gradients are of this basis' parameters, and at least one."""
+        shapes = {name: shape for columns in self.columns.values() for name, shape in columns.shapes.items()}
+        if dict(jacobian.shapes) != shapes:
+            raise ValueError(
+                f"Basis: the gradients are of {list(jacobian.shapes)}, and the basis is of {list(shapes)}: names and "
+                "shapes must be equal. Compute both for one model, with the same parameters trained."
+            )
+        if not jacobian.num_examples:
+            raise ValueError("Basis: these are the gradients of no example. Pass those of at least one.")
+
     @exact
     def stable_ranks(self, jacobian: Jacobian, *, residuals: bool = False) -> dict[str, float]:
         """Returns ``‖G‖_F² / ‖G‖₂²`` of the gradients G in each group, or of what the subspace leaves of them.
 
         It lies between 1 and the rank; 0 if nothing is left. Of private gradients it is a release without a price.
 
+        Raises:
+            ValueError: the gradients are of other parameters, or of no example.
+
         Source: Yu, Zhang, Chen & Liu (2021), arXiv:2102.12677, Figures 2 and 5.
         """
+        self._check(jacobian)
         found = {}
         for group, names in self.groups.items():
             rows = (jacobian.restricted([name]).rows()[name].flatten(1).double() for name in names)
@@ -183,8 +198,12 @@ class Basis:
 
         Of private gradients it is a release without a price.
 
+        Raises:
+            ValueError: as `stable_ranks`.
+
         Source: Yu, Zhang, Chen & Liu (2021), arXiv:2102.12677, Figures 4 and 7.
         """
+        self._check(jacobian)
         n = jacobian.num_examples
         mean = jacobian.weighted_sum(torch.full((n,), 1 / n, device=self._device))
         inside = {group: float(w.double().square().sum()) for group, w in self.coordinates(mean).items()}
@@ -197,7 +216,11 @@ class Basis:
         """Returns the share of the gradients' squared norms that lies in the subspace, ``Σ ‖wᵢ‖² / Σ ‖gᵢ‖²``, by group.
 
         Of private gradients it is a release without a price.
+
+        Raises:
+            ValueError: as `stable_ranks`.
         """
+        self._check(jacobian)
         found = {}
         for group, names in self.groups.items():
             total = float(jacobian.squared_norms(names).double().sum())
