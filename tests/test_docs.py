@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the documentation shows must run: Python blocks as printed, commands as far as they take seconds, links, names.
 
-A page's Python blocks run in order in one namespace, as a reader would paste them. A block that prints is followed by a
-block of text with its output, in which ``...`` stands for anything.
+A page's Python blocks run in order in one namespace, as a reader would paste them; those of ALONE each in one of its own.
+A block that prints is followed by a block of text with its output, in which ``...`` stands for anything.
 """
 
 import argparse
@@ -60,6 +60,7 @@ VARY = {  # (page, first word of an output) whose numbers depend on random draws
     ("docs/check.md", "parameter"): ANY,  # which example was found, its loss
     ("docs/gep.md", "tensor"): ANY,  # medians of norms at random weights
 }
+ALONE = {"docs/papers.md"}  # pages with blocks that a reader takes without those above
 OFFLINE = {"docs/huggingface.md": offline}  # page -> replaces what it downloads
 SECONDS = {"epsilon", "delta", "calibrate", "tradeoff", "plan"}  # subcommands that are run as shown
 # Not run, but their options are checked: train, search, reproduce NAME, explain and report take minutes or need a run;
@@ -134,6 +135,7 @@ def test_python_of_the_page_runs_as_printed(page, capsys, monkeypatch, tmp_path)
             if block.language == "pycon":
                 run_session(block, names)
             elif block.language == "python":
+                names = {"__name__": "page"} if page in ALONE else names
                 exec(compile("\n" * block.line + block.text, str(ROOT / page), "exec"), names)
                 printed = capsys.readouterr().out
                 assert not printed or block.output is not None, f"{page}, line {block.line}: prints {printed!r}"
