@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the documentation shows must run: Python blocks as printed, commands as far as they take seconds, links, names.
 
-A page's Python blocks run in order in one namespace, as a reader would paste them; those of ALONE each in one of its own.
+A page's Python blocks run in order in one namespace, as a reader pastes them; those of ALONE each in one of its own.
 A block that prints is followed by a block of text with its output, in which ``...`` stands for anything.
 """
 

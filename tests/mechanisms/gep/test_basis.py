@@ -434,6 +434,12 @@ def test_a_forward_that_writes_into_a_parameter_is_refused():
         tp.AnchorSubspace(torch.randn(5, 4), 2, 1).basis(model)
 
 
+def test_an_error_of_the_model_says_that_it_was_on_the_auxiliary_data():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        tp.AnchorSubspace(torch.randn(5, 3), 2, 1).basis(nn.Linear(4, 3))
+    assert "on the auxiliary data" in raised.value.__notes__[0]
+
+
 @pytest.mark.parametrize("power_iterations", [0, 1])
 def test_properties_of_gradients_are_those_of_explicit_rows(power_iterations):
     model, x, y = cnn(torch.float64), images(25, torch.float64), torch.randint(10, (25,))

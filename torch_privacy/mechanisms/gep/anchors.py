@@ -216,6 +216,9 @@ class Anchors:
                 basis = self._basis(model, tensors, step)
         except Refused as error:
             raise Refused(f"AnchorSubspace, on the auxiliary data: {error}") from None
+        except Exception as error:
+            error.add_note("AnchorSubspace: this is an error of the model, labels= or loss= on the auxiliary data.")
+            raise
         finally:
             state.restore()
             before.restore()
