@@ -33,7 +33,8 @@ def votes_event(noise_stddev: float) -> Gaussian:
     """Returns the event of one answer, ``argmax(votes + N(0, noise_stddev² I))``: its noise multiplier is
     ``noise_stddev / sqrt(2)``.
 
-    Teachers' data are disjoint, so replacing an example changes one vote, too.
+    This is for one example more or less. Replacing one by another is two changes, and costs up to four times as much in
+    1/σ², where the other example has another teacher, as with `teachers_of`.
 
     Args:
         noise_stddev: standard deviation of the noise on every count, in votes.
