@@ -17,6 +17,7 @@ from torch_privacy.data import Data, TrainingWords, load_cifar10, load_imdb, loa
 from torch_privacy.runs.rows import EXACT, SCORE
 from torch_privacy_papers.bu2021.common import (
     LARGEST,
+    PROJECTIONS,
     RATIO,
     SECONDS,
     AccuracyComparison,
@@ -87,12 +88,14 @@ ON_IMDB = AccuracyComparison(
         "non-private": {SECONDS: 12},
         "vanilla": {SECONDS: 13_931},
         "JL(1)": {SECONDS: 38},
+        "JL(4)": {SECONDS: 100},
         "JL(5)": {SECONDS: 128},
         "JL(10)": {SECONDS: 243},
         "JL(30)": {SECONDS: 669},
     },
     trained={0: {}, 30: {}, 10: {}, 5: {}, 1: {SCORE: 0.832, EXACT: 21}},
     goal=0.70,
+    projections=PROJECTIONS,
     shorter={"learning_rate": 0.01, "epochs": 3},
     quick_epochs=0.01,
 )
