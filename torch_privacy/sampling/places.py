@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, TensorDataset
 
 from ..support.contents import copied, has_entries, same
@@ -18,7 +19,7 @@ from .datasets import ChosenByOwners, source_of
 from .fingerprint import KEY_BYTES, MOST_SECONDS, digest_of_item
 
 KEPT_ROWS, KEPT_ENTRIES, KEPT_ITEMS = 1024, 64, 16  # of a tensor, of a list, and of other data sets
-KEPT_BYTES = 2**24  # of the copies of a tensor's rows, at most
+KEPT_BYTES = 2**24  # of the copies of a tensor's rows, or of a list's entries
 
 
 class KeptRows:
@@ -102,12 +103,12 @@ class Places:
             yield KeptItems(self._dataset, np.linspace(0, n - 1, min(n, KEPT_ITEMS), dtype=np.int64).tolist())
         if self._rows is not None:
             rows = self._rows
-            yield KeptRows(lambda part: [rows[i] for i in part.tolist()], self._spread(min(n, KEPT_ENTRIES)), 1)
+            chosen = self._spread(min(n, KEPT_ENTRIES, _most(sum(map(_bytes_of, tree_leaves(rows[0]))))))
+            yield KeptRows(lambda part: [rows[i] for i in part.tolist()], chosen, 1)
         for tensor in self._held:
             if tensor.device.type == "cpu" and has_entries(tensor):
-                most = KEPT_BYTES // max(1, tensor.nbytes // max(1, len(tensor)))
-                rows = self._spread(min(n, KEPT_ROWS, max(1, most)))
-                yield KeptRows(partial(tensor.index_select, 0), rows, KEPT_ROWS // KEPT_ENTRIES)
+                chosen = self._spread(min(n, KEPT_ROWS, _most(tensor.nbytes // max(1, len(tensor)))))
+                yield KeptRows(partial(tensor.index_select, 0), chosen, KEPT_ROWS // KEPT_ENTRIES)
 
     def _spread(self, m: int) -> torch.Tensor:
         """Returns the numbers of m rows, at equal distances among those that are used."""
@@ -152,3 +153,12 @@ class Places:
                 return source, None
             source, places = source.dataset, [source.indices[i] for i in places]
         return source, places
+
+
+def _most(bytes_of_row: int) -> int:
+    """Returns how many rows of this size are copied."""
+    return max(1, KEPT_BYTES // max(1, bytes_of_row))
+
+
+def _bytes_of(value: Any) -> int:
+    return value.nbytes if isinstance(value, (torch.Tensor, np.ndarray)) and has_entries(value) else 0
