@@ -17,7 +17,7 @@ from torch_privacy.sklearn import PrivateClassifier, PrivateScaler, PublicScaler
 
 @pytest.fixture(autouse=True)
 def no_earlier_fits(monkeypatch):
-    monkeypatch.setattr(refits, "_FITS", [])
+    monkeypatch.setattr(refits._KNOWN, "fits", [])
 
 
 def data(n=3000, seed=0):
@@ -135,12 +135,12 @@ class TestBesideAnEstimator:
             make_pipeline(one, classifier()).fit(x, x[:, 0] > 40)
         with pytest.raises(tp.Refused, match="a PrivateScaler was fitted"):
             classifier(bounds=BOUNDS).fit(x, x[:, 0] > 40)
-        assert len(refits._FITS) == 1
+        assert len(refits._KNOWN.fits) == 1
 
     def test_fits_that_are_counted_cover_it(self):
         x, one = data(), scaler()
         fitted = make_pipeline(one, classifier(refits="count")).fit(x, x[:, 0] > 40)[-1]
-        both = [release for fit in refits._FITS for release in fit.releases]
+        both = [release for fit in refits._KNOWN.fits for release in fit.releases]
         assert both[0] == (one.release_.event, 1)
         assert fitted.spent_.epsilon == privacy.compose(both).epsilon(1e-5)
         assert fitted.spent_.epsilon.high > 2.0
@@ -181,7 +181,7 @@ class TestBesideAnEstimator:
 def test_wrong_arguments_are_refused_and_release_nothing(changed, message):
     with pytest.raises(ValueError, match=message):
         scaler(**changed).fit(data(50))
-    assert refits._FITS == []
+    assert refits._KNOWN.fits == []
 
 
 def test_after_missing_values_were_refused_the_release_of_the_scaler_is_used_and_not_made_again():

@@ -25,7 +25,7 @@ PRICE = r"10 fits like this one cost epsilon = (\d+\.\d+) together; .* costs (\d
 
 @pytest.fixture(autouse=True)
 def no_earlier_fits(monkeypatch):
-    monkeypatch.setattr(refits, "_FITS", [])
+    monkeypatch.setattr(refits._KNOWN, "fits", [])
 
 
 def data(n=40, seed=None):
@@ -60,7 +60,7 @@ def test_a_grid_is_refused_before_its_first_fit_with_the_price_of_a_search(searc
     x, y = data()
     with pytest.raises(ValueError, match=PRICE):
         SEARCHES[search](classifier()).fit(x, y)
-    assert refits._FITS == []
+    assert refits._KNOWN.fits == []
 
 
 def test_copied_rows_are_refused_where_fits_count():
@@ -70,7 +70,7 @@ def test_copied_rows_are_refused_where_fits_count():
         BaggingClassifier(counted, n_estimators=2, random_state=0).fit(x, y)
     with pytest.raises(tp.Refused, match="they were copied, as by BaggingClassifier"):
         PrivateScaler(noise_multiplier=10.0).fit(np.repeat(x, 2, axis=0))
-    assert refits._FITS == []
+    assert refits._KNOWN.fits == []
     BaggingClassifier(counted, n_estimators=2, bootstrap=False).fit(x, y)
     other_people = np.round(x)  # of few kinds
     classifier().fit(other_people, y)
@@ -105,7 +105,7 @@ def test_a_further_fit_to_the_same_rows_is_refused(how):
     again = {"some rows": x[20:], "as float32": x.astype(np.float32), "in another order": x[::-1]}.get(how, x)
     with pytest.raises(tp.Refused, match=PRICE):
         (first if how == "the same estimator" else classifier(learning_rate=0.5)).fit(again, y[: len(again)])
-    assert len(refits._FITS) == 1
+    assert len(refits._KNOWN.fits) == 1
 
 
 @pytest.mark.filterwarnings("ignore:PrivateScaler.fit. nothing stands out")
@@ -124,14 +124,14 @@ def test_a_fit_to_scaled_rows_is_one_to_the_same_data(scale, choice):
             again.fit(x[::-1], y)
         return
     again.fit(x[::-1], y)
-    assert again.statement_["fits"] == len(refits._FITS) == 2 + (scale != "public")
+    assert again.statement_["fits"] == len(refits._KNOWN.fits) == 2 + (scale != "public")
     assert again.spent_.epsilon.high > first.spent_.epsilon.high
 
 
 def test_a_fit_to_other_rows_is_no_second_fit():
     classifier().fit(*data())
     classifier().fit(*data())
-    assert len(refits._FITS) == 2
+    assert len(refits._KNOWN.fits) == 2
 
 
 def test_a_fit_that_released_nothing_does_not_count():
@@ -139,7 +139,7 @@ def test_a_fit_that_released_nothing_does_not_count():
     for mistake in ({"classes": [0]}, {"clip_norm": -1}, {"module": lambda d, k: None}, {"prior_releases": [3]}):
         with pytest.raises(ValueError, match=r"must be|y has"):
             classifier(**mistake).fit(x, y)
-    assert refits._FITS == []
+    assert refits._KNOWN.fits == []
     classifier().fit(x, y)
 
 
@@ -152,7 +152,7 @@ def test_classes_that_were_looked_for_in_vain_count():
         classifier().fit(x, y)
     fitted = classifier(refits="count").fit(x, y)
     assert fitted.spent_.epsilon == price(fitted)
-    assert [type(event).__name__ for event, _ in refits._FITS[0].releases] == ["Gaussian", "KnownProfile"]
+    assert [type(event).__name__ for event, _ in refits._KNOWN.fits[0].releases] == ["Gaussian", "KnownProfile"]
 
 
 def test_an_interrupted_fit_counts_the_steps_that_it_made(monkeypatch):
@@ -173,7 +173,7 @@ def test_an_interrupted_fit_counts_the_steps_that_it_made(monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         classifier(epochs=4, optimizer=optimizer).fit(x, y)
-    ((_, count),) = refits._FITS[0].releases
+    ((_, count),) = refits._KNOWN.fits[0].releases
     assert count == 2
     with pytest.raises(tp.Refused, match="fitted before"):
         classifier().fit(x, y)
@@ -186,7 +186,7 @@ class TestCount:
         one = classifier(refits="count").fit(x, y)
         two = classifier(refits="count", epsilon=1.0, epochs=2).fit(x[:30], y[:30])
         assert two.statement_["fits"] == 2
-        both = [*refits._FITS[0].releases, *refits._FITS[1].releases]
+        both = [*refits._KNOWN.fits[0].releases, *refits._KNOWN.fits[1].releases]
         expected = privacy.compose(both).epsilon(1e-4)
         assert two.spent_.epsilon == expected == price(two)
         assert two.statement_["epsilon"] == {"low": expected.low, "high": expected.high}
@@ -199,7 +199,7 @@ class TestCount:
         grid = GridSearchCV(classifier(refits="count"), {"learning_rate": [0.1, 0.2]}, cv=2, error_score="raise")
         grid.fit(x, y)
         best = grid.best_estimator_
-        assert best.statement_["fits"] == len(refits._FITS) == 5
+        assert best.statement_["fits"] == len(refits._KNOWN.fits) == 5
         assert best.spent_.epsilon == price(best)
         assert best.spent_.epsilon.high > 4
 
@@ -215,7 +215,7 @@ class TestCount:
         classifier(refits="count").fit(x, y)
         with pytest.raises(tp.Refused, match="1 earlier fits"):
             classifier(refits="count", run_folder=tmp_path / "run").fit(x, y)
-        assert len(refits._FITS) == 1
+        assert len(refits._KNOWN.fits) == 1
 
     def test_threads_are_counted(self):
         x, y = data()
@@ -236,7 +236,7 @@ class TestElsewhere:
         x, y = data()
         sent = pickle.dumps(classifier(refits=choice))
         assert pickle.loads(sent).fit(x, y).n_iter_ == 2  # back in the same process
-        monkeypatch.setattr(refits, "_FITS", [])
+        monkeypatch.setattr(refits._KNOWN, "fits", [])
         monkeypatch.setattr(refits, "_PROCESS", "1 another")
         with pytest.raises(tp.Refused, match="made in another process"):
             pickle.loads(sent).fit(x, y)

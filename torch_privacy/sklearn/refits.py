@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import threading
@@ -28,10 +29,6 @@ NEARLY_ALL = 0.9  # share of different rows in which a feature has a value of it
 
 _KEY = secrets.token_bytes(32)  # so that the digests say nothing about the rows to who reads them
 _PROCESS = f"{os.getpid()} {secrets.token_hex(8)}"
-_LOCK = threading.Lock()
-_FITS: list[Fit] = []
-_SCALED: list[NDArray[np.uint64]] = []  # (rows, 2): digests of rows, and of what a scaler made of them
-_families = iter(range(2**63))
 
 
 class Origin(NamedTuple):
@@ -57,8 +54,21 @@ class Fit:
         """Notes what was released; forgets the fit if that is nothing."""
         self.releases, self.warning = releases, warning
         if not releases:
-            with _LOCK:
-                _FITS.remove(self)
+            with _KNOWN.lock:
+                _KNOWN.fits.remove(self)
+
+
+class _Known:
+    """Holds what was fitted in this process, under one lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.fits: list[Fit] = []
+        self.scaled: list[NDArray[np.uint64]] = []  # (rows, 2): digests of rows, and of what a scaler made of them
+        self.families = itertools.count()
+
+
+_KNOWN = _Known()
 
 
 class RemembersFits:
@@ -69,7 +79,7 @@ class RemembersFits:
     def _known_origin(self) -> Origin:
         """Returns where the estimator comes from; one without an origin was made here."""
         if not hasattr(self, "_origin"):
-            self._origin = Origin(_PROCESS, next(_families), False)
+            self._origin = Origin(_PROCESS, next(_KNOWN.families), False)
         return self._origin
 
     def __sklearn_clone__(self) -> Any:
@@ -103,9 +113,9 @@ def note_scaled(x: NDArray[Any], scaled: NDArray[Any]) -> None:
     """Notes what a scaler makes of rows (n, d): a fit to the ones is a fit to the others."""
     pairs = np.stack([digests(x), digests(scaled)], 1)
     pairs = pairs[np.argsort(pairs[:, 0])]  # without the order of the rows
-    with _LOCK:
-        if not any(np.array_equal(pairs, known) for known in _SCALED):
-            _SCALED.append(pairs)
+    with _KNOWN.lock:
+        if not any(np.array_equal(pairs, known) for known in _KNOWN.scaled):
+            _KNOWN.scaled.append(pairs)
 
 
 def _in_all_scales(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -113,8 +123,9 @@ def _in_all_scales(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
     rows = np.sort(rows)
     more = [rows]
     while any(map(len, more)):
-        known = [rows[np.searchsorted(rows, pairs).clip(max=len(rows) - 1)] == pairs for pairs in _SCALED]
-        more = [pairs[of[:, ::-1] & ~of] for pairs, of in zip(_SCALED, known, strict=True)]  # the other one is known
+        known = [rows[np.searchsorted(rows, pairs).clip(max=len(rows) - 1)] == pairs for pairs in _KNOWN.scaled]
+        # Of a pair in which one is known, the other one is new.
+        more = [pairs[of[:, ::-1] & ~of] for pairs, of in zip(_KNOWN.scaled, known, strict=True)]
         rows = np.sort(np.concatenate([rows, *more]))
     return rows
 
@@ -159,11 +170,11 @@ def begin_fit(
             "copy would count as an example, and epsilon be that of one. Nothing was released. Leave out the copies. "
             f"{_choices('count')}"
         )
-    with _LOCK:
+    with _KNOWN.lock:
         fit = Fit(_in_all_scales(rows), origin.family, planned)
         earlier = [
             past
-            for past in _FITS
+            for past in _KNOWN.fits
             if (past.family == fit.family or np.isin(fit.rows, past.rows).any())
             and not (past.fingerprint and past.fingerprint in counted)
         ]
@@ -180,7 +191,7 @@ def begin_fit(
                 f"them again. {_price(tuple(planned), delta)} {_choices(refits)}"
             )
         fit.earlier = earlier if refits == "count" else []
-        _FITS.append(fit)
+        _KNOWN.fits.append(fit)
     return fit
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..jacobian.recording.paths import check_losses
 from ..model_check.rehearsal.comparison import written_into
 from ..support.held_state import SIMPLE
 from ..support.validate import Refused
@@ -35,6 +36,22 @@ def check_user_code(pending: Pending, losses: Tensor) -> list[str]:
     if written:
         raise Refused(written_into(written))
     return changed_buffers
+
+
+def flat_losses(losses: Tensor, size: int, views: int) -> Tensor:
+    """Returns the checked losses (n,) or (n, views) of n examples as (n · views,)."""
+    shape = (size,) if views == 1 else (size, views)
+    flat = losses.flatten() if views > 1 and isinstance(losses, Tensor) and losses.ndim == 2 else losses
+    check_losses(flat)
+    if losses.shape != shape:
+        meaning = "one loss per example" if views == 1 else "a loss for every view of each example"
+        part = losses.ndim > 0 and losses.shape[0] < size  # as in a loop that accumulates over parts of its batch
+        cure = " To compute in parts, pass performance=tp.Performance(microbatch_size=...)." if part else ""
+        raise Refused(
+            f"losses of shape {tuple(losses.shape)} given for a batch of {size} examples: must be {shape}, "
+            f"{meaning}.{cure}"
+        )
+    return flat
 
 
 def check_still_trained(pending: Pending) -> None:

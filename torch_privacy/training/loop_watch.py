@@ -79,8 +79,7 @@ class LoopWatch:
         self._earlier: Mapping[_Key, Any] | None = None  # contents at an earlier rehearsed batch
         self._counts = Counts()
         self._of_model: dict[_Key, Variable] = {}  # attributes of the model that the loop's code names
-        self._left: dict[_Key, Any] = {}  # their contents when the last rehearsed batch ended
-        self._has_left = False  # whether that was the last batch of all
+        self._left: dict[_Key, Any] = {}  # their contents after the last rehearsed batch, unless later ones change them
         self._by_forward: set[_Key] = set()  # those that change between a batch and its step
         self._written: set[_Key] = set()  # those that the loop writes between batches
 
@@ -132,7 +131,7 @@ class LoopWatch:
         """Notes what is in the model's attributes when a rehearsed batch ends, and which of them the batch changed."""
         self._left = {key: content_of(variable.read()) for key, variable in self._of_model.items()}
         self._by_forward |= {key for key, left in self._left.items() if not same(begun.get(key, MISSING), left)}
-        self._of_model, self._has_left = {}, True
+        self._of_model = {}
 
     def _joined(
         self, script: Script, turn: Turn, others: list[_Other], kept: list[Variable]
@@ -172,7 +171,8 @@ class LoopWatch:
 
     def watched(self, turn: Turn, step: int) -> Script:
         """Yields the turn of a batch that is not rehearsed; sees what becomes of variables on which losses depend."""
-        self._has_left = False
+        for key in self._by_forward:
+            self._left.pop(key, None)
         self.suspects.observe(step)
         if self.suspects.found:
             turn.around = self.suspects.watching
@@ -202,9 +202,8 @@ class LoopWatch:
         finder = Finder(own)
         found = finder.variables(frames_of_loop(), *objects_of_loop(), *examples.code)
         self._of_model = {v.key: v for v in attributes_of_model(model, finder.named)}
-        left = {key: content for key, content in self._left.items() if self._has_left or key not in self._by_forward}
+        left, self._left = self._left, {}
         self._written |= {k for k, v in self._of_model.items() if k in left and not same(v.read(), left[k])}
-        self._left = {}
         found += [variable for key, variable in self._of_model.items() if key in self._written]
         if examples.fetches_here:
             found += [v for source in examples.sources for v in attributes_of(source) if is_small(v.read())]

@@ -10,7 +10,6 @@ import numpy as np
 from torch import Tensor
 
 from ..jacobian.parallel.shards import whole_losses
-from ..jacobian.recording.paths import check_losses
 from ..jacobian.tape import Tape
 from ..mechanisms.sums import Recording, RunAgain, Summation
 from ..model_check.rehearsal.comparison import coarsest_rounding
@@ -29,7 +28,14 @@ from ..support.warning import warn
 from .draws import Share
 from .hooks import ForwardHooks, Pending
 from .listeners import Listener
-from .loop_checks import OneThread, check_still_trained, check_user_code, equal_rates, refusing_used_graphs
+from .loop_checks import (
+    OneThread,
+    check_still_trained,
+    check_user_code,
+    equal_rates,
+    flat_losses,
+    refusing_used_graphs,
+)
 from .meeting import Meeting
 from .placement import Ranked
 from .rehearsals import Answered, FirstRun, Part
@@ -139,7 +145,7 @@ class StepRun:
             turn = next(part.script)
             try:
                 with self._prepared(part, turn) as pending:
-                    losses = self._flat_losses((yield pending), turn.count)
+                    losses = flat_losses((yield pending), turn.count, self._setup.settings.views)
                     check_user_code(pending, losses)
                     with refusing_used_graphs():
                         assert turn.take is not None
@@ -193,15 +199,13 @@ class StepRun:
     def _next_turn(self, pending: Pending, part: Part, losses: Tensor) -> Turn | None:
         """Takes the losses of a turn: sums the batch, or compares; returns the next turn, or None after the batch."""
         turn, rehearsals = pending.turn, self._state.rehearsals
-        if turn.is_idle:
+        if turn.is_idle or rehearsals.has_switched(part):
             self._wait_for_losses()
             pending.close()
-            assert turn.state is not None
-            turn.state.restore()
-            return None
-        if rehearsals.has_switched(part):
-            self._wait_for_losses()
-            pending.close()
+            if turn.is_idle:
+                assert turn.state is not None
+                turn.state.restore()
+                return None
             rehearsals.restart(part, None)
             return next(part.script)
         try:
@@ -210,8 +214,8 @@ class StepRun:
             pending.close()
             if turn.state is not None:
                 rehearsals.keeps_state = bool(rehearsals.keeps_state or answers.changes)
-            is_batch = turn.is_batch  # other examples or random numbers may take a path that it never takes
-            if is_batch and answered is not None and rehearsals.is_new(part, answered.code):
+            # Not with other examples or random numbers, which may take a path that the batch never takes.
+            if turn.is_batch and answered is not None and rehearsals.is_new(part, answered.code):
                 rehearsals.restart(part, FirstRun.of(answered.code, answers.losses, answered.sums))
                 return next(part.script)
             try:
@@ -319,7 +323,7 @@ class StepRun:
     def _answers(self, pending: Pending, part: Part, losses: Tensor) -> tuple[Answered | None, Answers]:
         """Returns the sums of a turn, None if it has no recording, and what is compared."""
         turn, tape, setup = pending.turn, pending.tape, self._setup
-        losses = self._flat_losses(losses, turn.count)
+        losses = flat_losses(losses, turn.count, setup.settings.views)
         changed_buffers = check_user_code(pending, losses)
         changes = {} if turn.state is None else turn.state.changes()
         self._wait_for_losses()
@@ -380,22 +384,6 @@ class StepRun:
 
     def _wait_for_losses(self) -> None:
         self.meeting.wait_for_losses(f"turn {self.turns_made} of step {self._state.step}")
-
-    def _flat_losses(self, losses: Tensor, size: int) -> Tensor:
-        """Returns the checked losses (n,) or (n, views) of n examples as (n · views,)."""
-        views = self._setup.settings.views
-        shape = (size,) if views == 1 else (size, views)
-        flat = losses.flatten() if views > 1 and isinstance(losses, Tensor) and losses.ndim == 2 else losses
-        check_losses(flat)
-        if losses.shape != shape:
-            meaning = "one loss per example" if views == 1 else "a loss for every view of each example"
-            part = losses.ndim > 0 and losses.shape[0] < size  # as in a loop that accumulates over parts of its batch
-            cure = " To compute in parts, pass performance=tp.Performance(microbatch_size=...)." if part else ""
-            raise Refused(
-                f"losses of shape {tuple(losses.shape)} given for a batch of {size} examples: must be {shape}, "
-                f"{meaning}.{cure}"
-            )
-        return flat
 
 
 def _warn_of_forward(text: str) -> None:
