@@ -58,6 +58,8 @@ def test_unknown_keyword_is_refused_with_the_nearest():
         training_of(noise_multiplyer=1.0)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'$"):
         training_of(zzz=1.0)
+    with pytest.raises(TypeError, match=r"'compile' .here it is left out: compiled steps were slower"):
+        training_of(compile=True)
 
 
 def test_projections_without_a_clip_norm_are_refused_with_the_new_spelling():

@@ -31,6 +31,7 @@ ELSEWHERE = {  # name in another library -> what it is here
     **dict.fromkeys(
         ("max_physical_batch_size", "physical_batch_size"), "performance=tp.Performance(microbatch_size=...)"
     ),
+    "compile": "left out: compiled steps were slower, and no version has them any more",
 }
 
 
