@@ -579,6 +579,54 @@ def test_a_number_of_the_data_set_that_follows_losses_is_named():
         loop(training_of(network(), data, num_steps=9))
 
 
+def test_numbers_of_the_data_set_that_every_turn_sets_are_refused():
+    data = Weighted()
+
+    def loop(training):
+        for x, y, factor in training:
+            losses = errors(training.model, x, y)
+            data.factor = float(losses.detach().mean())
+            training.step(losses * factor)
+
+    with pytest.raises(tp.Refused, match=r"losses depend on 'Weighted\.factor'"):
+        loop(training_of(network(), data, num_steps=9))
+
+
+@pytest.mark.parametrize(("last", "late"), [([1.0], 0), ({"loss": 1.0}, 5)], ids=["list", "late dict"])
+def test_numbers_in_a_container_that_items_read_are_named_also_late(last, late):
+    last = copy.copy(last)
+    data = [(x, y) for x, y, _ in training_data()]
+
+    def collate(rows):
+        factor = sum(last.values() if isinstance(last, dict) else last)
+        return factor * torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+
+    def loop(training):
+        for x, y in training:
+            losses = errors(training.model, x, y)
+            if training.step(losses) and training.step_count > late:
+                last["loss" if isinstance(last, dict) else 0] = float(losses.detach().mean())
+
+    with pytest.warns(UserWarning, match="losses depend on 'last'"):
+        loop(training_of(network(), data, num_steps=9, examples={"collate_fn": collate}))
+
+
+def test_an_epoch_that_items_read_and_a_growing_cache_are_fine():
+    data, cache = Weighted(), {}
+
+    def collate(rows):
+        for row in rows:
+            cache.setdefault(float(row[0][0]), float(row[0].sum()))
+        sums = torch.tensor([cache[float(row[0][0])] for row in rows])
+        return [torch.stack([x for x, _, _ in rows]), torch.stack([y for _, y, _ in rows]), sums * rows[0][2]]
+
+    training = training_of(network(), data, num_steps=20, examples={"collate_fn": collate})
+    for x, y, factor in training:
+        training.step(errors(training.model, x, y) * factor.abs())
+        data.factor = 1.0 + training.step_count // 3
+    assert not any("variable" in text for text in training.statement()["not_covered"])
+
+
 def test_own_rows_and_rows_outside_of_the_training_set_may_be_read():
     x, y, _ = training_data().tensors
     training = training_of(network(), Subset(TensorDataset(torch.arange(N)), range(40)), num_steps=3)

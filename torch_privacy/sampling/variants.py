@@ -148,8 +148,12 @@ class DatasetExamples:
     def _is_repeated(self) -> bool:
         if self._batches.holds_tensors:
             return True
-        again = self._batches.fetch(self._request).batch
-        return all(same(a, b) for a, b in zip(tree_leaves(again), tree_leaves(self.batch), strict=False))
+        return equal_batches(self._batches.fetch(self._request).batch, self.batch)
+
+    @property
+    def fetches_rows(self) -> bool:
+        """True if items are rows of tensors, which no code makes."""
+        return self._batches.holds_tensors
 
     @property
     def code(self) -> list[Any]:
@@ -250,6 +254,11 @@ class DatasetExamples:
         if self._fetched.items is None:
             self._fetched.items = self._batches.items(self._request)
         return self._fetched.items
+
+
+def equal_batches(batch: Any, other: Any) -> bool:
+    """True if two batches with the same structure have equal numbers."""
+    return all(same(a, b) for a, b in zip(tree_leaves(batch), tree_leaves(other), strict=False))
 
 
 def _by_example(items: Any, views: int) -> Iterator[Any]:

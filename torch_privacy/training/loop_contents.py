@@ -109,6 +109,18 @@ class Replacement:
         return _not_put_back(part)
 
 
+class Former(Replacement):
+    """Gives a variable the content that it had, of any length."""
+
+    def __init__(self, content: Any):
+        self._content = content
+
+    def exchanged(self, value: Any) -> Any:
+        if isinstance(value, (*_SEQUENCES, dict)) and plain_type(self._content) is plain_type(value):
+            return rebuilt(value, *keys_and_values(self._content))
+        return content_of(self._content)
+
+
 def rebuilt(container: Any, keys: list[Any] | None, values: list[Any]) -> Any:
     """Returns a container of the same type with other values; the container itself if it has a type of its own."""
     if isinstance(container, tuple):

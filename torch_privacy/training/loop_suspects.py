@@ -113,9 +113,14 @@ def _number(value: Any) -> float | None:
 
 
 def follows_steps(steps: np.ndarray, values: np.ndarray) -> Verdict:
-    """Returns whether the values at these steps are those of a clock: affine, geometric or periodic, within bounds."""
+    """Returns whether the values at these steps are those of a clock: affine, geometric or periodic, within bounds.
+
+    Each value may be held for a number of steps, as that of an epoch.
+    """
     if len(values) < 3 or np.ptp(values) == 0:
         return None
+    if _is_held(steps, values):
+        return True
     moving = _moving_part(values)
     gaps, slopes = np.diff(steps[moving]), np.diff(values[moving]) / np.diff(steps[moving])
     if len(slopes) < 3:
@@ -130,6 +135,19 @@ def follows_steps(steps: np.ndarray, values: np.ndarray) -> Verdict:
         return True if len(ratios) > 1 else None
     repeats = len(set(values.tolist())) <= len(values) // 2 and len(values) < 3 * LONGEST_PERIOD
     return None if repeats else False
+
+
+def _is_held(steps: np.ndarray, values: np.ndarray) -> bool:
+    """True for an affine or geometric sequence, each value of which is there for equally many steps, above one."""
+    new = np.flatnonzero(np.diff(values)) + 1
+    gaps, moves = np.diff(steps[new]), np.diff(values[new])
+    if len(moves) < 2 or gaps[0] < 2 or (gaps != gaps[0]).any():
+        return False
+    if np.allclose(moves, moves[0], rtol=1e-6, atol=0):
+        return True
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = moves[1:] / moves[:-1]
+    return len(ratios) > 1 and np.allclose(ratios, ratios[0], rtol=1e-4, atol=0)
 
 
 def _moving_part(values: np.ndarray) -> slice:

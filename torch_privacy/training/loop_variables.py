@@ -29,6 +29,7 @@ from ..support.script_modules import registries_of
 from ..support.warning import PACKAGES
 
 MOST = 5000  # variables that are looked at
+FEW = 64  # numbers of a variable on which items may depend
 _PATHS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _LIBRARIES = tuple({*_PATHS, *site.getsitepackages(), site.getusersitepackages()})
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -314,8 +315,10 @@ def _settings_of(kind: type) -> frozenset[str]:
 
 
 def is_small(value: Any) -> bool:
-    """True for a number, a text, or a few numbers."""
-    return isinstance(value, _NUMBERS) or (isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) <= 64)
+    """True for a number, a text, or a few of them, in a container, too."""
+    if isinstance(value, _CONTAINERS):
+        return len(value) <= FEW and all(isinstance(part, _NUMBERS) for part in keys_and_values(value)[1])
+    return isinstance(value, _NUMBERS) or (isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) <= FEW)
 
 
 def parts_of(value: Any, depth: int = 4) -> list[Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 
 from ..model_check.rehearsal.comparison import AnswerComparison
 from ..model_check.rehearsal.turn import Answers, Turn
-from ..sampling.variants import DatasetExamples
+from ..sampling.variants import DatasetExamples, equal_batches
 from ..support.contents import MISSING, same
 from ..support.model_state import ModelState
 from ..support.validate import Refused
 from .bystanders import OtherOptimizers
 from .loop_causes import CauseSearch
-from .loop_contents import Exchange, content_of
+from .loop_contents import Exchange, Former, content_of
 from .loop_rows import OtherRows, reads_others
 from .loop_suspects import Counts, Suspect, Suspects, grouped
 from .loop_variables import (
@@ -53,10 +53,28 @@ class _Rehearsed:
 
     examples: DatasetExamples
     earlier: Mapping[_Key, Any]  # contents of variables at an earlier rehearsed batch
+    begun: Mapping[_Key, Any]  # contents when the batch was fetched
     private: OtherRows  # private rows of other examples
     step: int
     units: np.ndarray | None
     rows: bool  # whether rows are compared, too
+    fetches: bool  # whether items are compared that are fetched with earlier contents
+
+    def fetched_with(self, others: list[_Other], changed: list[Variable]) -> Any:
+        """Returns the batch as the data set and ``collate_fn`` make it with these contents.
+
+        Other variables that have changed since the batch was fetched have their content of that time.
+        """
+        read, keys = [*filter(_may_be_read, others)], {variable.key for variable, _ in others}
+        former = [(v, self.begun.get(v.key, MISSING)) for v in changed if v.key not in keys]
+        moved = [(v, then) for v, then in former if then is not MISSING and not same(v.read(), then)]
+        exchange = Exchange([(v, Former(then)) for v, then in moved if _may_be_read((v, then))] + read, [])
+        exchange.enter()
+        try:
+            again = self.examples.again()
+        finally:
+            exchange.settle()
+        return self.examples.batch if again is None else again
 
 
 class LoopWatch:
@@ -105,13 +123,16 @@ class LoopWatch:
         before = {key: content_of(variable.read()) for key, variable in found.items()}
         earlier = before if self._earlier is None else self._earlier
         self._counts.note(found, step)
-        batch = _Rehearsed(examples, earlier, OtherRows(examples, often=not rows), step, units, rows)
+        private = OtherRows(examples, often=not rows)
+        batch = _Rehearsed(examples, earlier, before, private, step, units, rows, fetches=rows)
         known, is_over, script = self._earlier, False, turns()
         self._earlier = before
         try:
             turn = next(script)
             if turn.replaces and not rows:
-                if is_over := (yield from self._joined(script, turn, *self.changed(found, batch))):
+                others, kept = self.changed(found, batch)
+                batch = replace(batch, fetches=self._makes_items(batch, others))
+                if not batch.fetches and (is_over := (yield from self._joined(script, turn, others, kept))):
                     return
                 script = turns()
                 turn = next(script)
@@ -126,6 +147,14 @@ class LoopWatch:
             self._leave(begun)
             if not is_over:  # the batch comes again, as for code that is new
                 self._earlier = known
+
+    def _makes_items(self, batch: _Rehearsed, others: list[_Other]) -> bool:
+        """True if items are others with the earlier contents of these variables."""
+        examples = batch.examples
+        changed = [other for other in others if _may_be_read(other) and not isinstance(other[1], OtherRows)]
+        if not changed or not examples.fetches_here or examples.fetches_rows or not examples.repeats():
+            return False
+        return not equal_batches(batch.fetched_with(changed, []), examples.batch)
 
     def _leave(self, begun: Mapping[_Key, Any]) -> None:
         """Notes what is in the model's attributes when a rehearsed batch ends, and which of them the batch changed."""
@@ -328,7 +357,7 @@ class _Runs:
             kept = [v for v, _ in self._others] + self._kept
             exchanged = self._others if others is None else others
             self._exchange = Exchange(exchanged, kept)
-            if self._batch.rows:
+            if self._batch.fetches:
                 turn.batch = self._fetched_with(exchanged)
 
         turn = Turn(examples.batch, examples.count, rows=rows)
@@ -337,16 +366,9 @@ class _Runs:
 
     def _fetched_with(self, others: list[_Other]) -> Any:
         """Returns the batch as the data set and ``collate_fn`` make it with these contents."""
-        examples = self._batch.examples
         if not any(map(_may_be_read, self._others)):
-            return examples.batch
-        exchange = Exchange([*filter(_may_be_read, others)], [])
-        exchange.enter()
-        try:
-            again = examples.again()
-        finally:
-            exchange.settle()
-        return examples.batch if again is None else again
+            return self._batch.examples.batch
+        return self._batch.fetched_with(others, [*(variable for variable, _ in self._others), *self._kept])
 
     def _after_exchange(self, turn: Turn) -> Turn:
         """Lets a turn begin as if there had been none with earlier contents."""
@@ -379,8 +401,16 @@ class _Runs:
 
 
 def _may_be_read(other: _Other) -> bool:
-    """True for what items may depend on: private rows and numbers, not caches of items."""
-    return isinstance(other[1], OtherRows) or is_small(other[0].read())
+    """True for what items may depend on: private rows and numbers, not caches of items, which grow."""
+    variable, content = other
+    if isinstance(content, OtherRows):
+        return True
+    value = variable.read()
+    return is_small(value) and not (isinstance(value, Mapping) and _keys(value) != _keys(content))
+
+
+def _keys(value: Any) -> Any:
+    return value.keys() if isinstance(value, Mapping) else None
 
 
 def _holds_only(value: Any, known: Collection[int]) -> bool:
