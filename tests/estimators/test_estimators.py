@@ -300,6 +300,13 @@ class TestClasses:
         assert found[0].tolist() == found[1].tolist() == ys[0][[0, 200]].tolist()
         assert found[0].dtype == found[1].dtype
 
+    @pytest.mark.parametrize("rare", [2.0, "two", True], ids=repr)
+    def test_a_label_of_another_type_is_refused(self, rare):
+        """All classes became 0.0 and 1.0, or texts, by one example."""
+        x, _ = data(400)
+        with pytest.raises(tp.Refused, match="labels of the types"):
+            classifier(classes=None).fit(x, [0, 1] * 199 + [1, rare])
+
     @pytest.mark.thorough
     def test_an_example_of_a_class_that_is_not_found_has_no_influence(self):
         """The example is in batches, and its gradient is zero."""

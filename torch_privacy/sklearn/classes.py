@@ -14,6 +14,7 @@ from scipy.special import ndtri
 from .. import privacy
 from ..mechanisms.noise import Noise, key_from_test_seed
 from ..privacy.release import new_fingerprint
+from ..support.validate import Refused
 
 Array = NDArray[Any]
 
@@ -42,6 +43,22 @@ def noise_and_threshold(epsilon: float, delta: float) -> tuple[float, float]:
 def events_of(noise: float, delta: float) -> tuple[privacy.Event, privacy.Event]:
     """Returns what finding the classes releases, with this noise on the counts."""
     return privacy.Gaussian(noise), privacy.KnownProfile((0.0,), (delta / SHARE_OF_DELTA,))
+
+
+def check_one_type(where: str, y: Any) -> None:
+    """Refuses labels of several types, of which numpy makes one: a single label would show in the type of all classes.
+
+    Arrays and columns have a type of their own.
+    """
+    if hasattr(y, "dtype"):
+        return
+    kinds = sorted({type(label).__name__ for label in np.asarray(y, dtype=object).flat})
+    if len(kinds) > 1:
+        raise Refused(
+            f"{where}: y has labels of the types {', '.join(kinds)}, and classes=None: one label of another type would "
+            "change the type of all classes, without noise. Nothing was released. Give labels of one type, such as "
+            "[str(label) for label in y], or an array; or give classes=[...] if they are known without the data."
+        )
 
 
 def find_classes(y: Array, epsilon: float, delta: float, test_seed: int | None) -> FoundClasses:

@@ -22,7 +22,7 @@ from ..privacy.rounding import round_up, short
 from ..support.validate import Refused, quoted
 from .arguments import naming_arguments
 from .base import PrivateEstimator
-from .classes import events_of, find_classes, noise_and_threshold
+from .classes import check_one_type, events_of, find_classes, noise_and_threshold
 from .fitting import NetworkPlan, Target, prior_of
 
 Array = NDArray[Any]
@@ -118,6 +118,8 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
 
     def fit(self, X: Any, y: Any, **unsupported: Any) -> PrivateClassifier:
         """Trains on the rows of X (n, d) and their classes y (n,)."""
+        if self.classes is None:
+            check_one_type("PrivateClassifier.fit", y)
         self._fit(X, y, unsupported)
         return self
 
