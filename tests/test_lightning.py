@@ -71,6 +71,12 @@ class Module(lightning.LightningModule):
         return {"optimizer": optimizer, **schedule}
 
 
+def held_out():
+    """Returns eight examples that are not in the training data."""
+    x, y = data(8).tensors
+    return TensorDataset(-x, y)
+
+
 def trainer_of(*callbacks, **settings):
     quiet = {
         "logger": False,
@@ -308,7 +314,7 @@ class SeesKeys(lightning.Callback):
 
 def logged(*loggers, callbacks=(), **privacy):
     """Trains with loggers, a validation, checkpoints and no seed; returns the trainer."""
-    module, val = LogsWithValidation(), DataLoader(data(8), batch_size=8)
+    module, val = LogsWithValidation(), DataLoader(held_out(), batch_size=8)
     settings = {"logger": [*loggers], "log_every_n_steps": 1, "max_epochs": 2}
     trainer, _ = fitted(module, val=val, callbacks=callbacks, settings=settings, test_seed=None, **privacy)
     return trainer
@@ -364,7 +370,7 @@ def test_usual_loggers_send_no_exact_number_and_no_key(name, tmp_path, monkeypat
 
 def test_validation_between_steps_changes_nothing():
     module = Module()
-    trainer, _ = fitted(module, val=DataLoader(data(8), batch_size=4), settings={"val_check_interval": 2})
+    trainer, _ = fitted(module, val=DataLoader(held_out(), batch_size=4), settings={"val_check_interval": 2})
     assert trainer.callback_metrics["val_loss"] > 0
     assert_same(module, plain(10)[0])
 
@@ -539,7 +545,7 @@ def test_an_error_in_an_update_leaves_a_checkpoint_to_go_on_from(tmp_path):
 
 @pytest.mark.thorough
 def test_run_folder_has_scores_of_validation_and_none_of_training(tmp_path):
-    fitted(Logged(), val=DataLoader(data(8), batch_size=4), run_folder=tmp_path / "run")
+    fitted(Logged(), val=DataLoader(held_out(), batch_size=4), run_folder=tmp_path / "run")
     results = (tmp_path / "run" / "results.json").read_text()
     assert "val_loss" in results
     assert "loss_epoch" not in results
@@ -644,6 +650,17 @@ def callback(name, *arguments, **named):
     return getattr(callbacks, name)(*arguments, **named)
 
 
+class LoggedLater(Module):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.last = outputs["loss"].mean()
+
+    def on_train_epoch_end(self):
+        self.log("of epoch", self.last)
+
+
+SAVING = {"enable_checkpointing": True}
+
+
 def weighted():
     return DataLoader(data(), sampler=WeightedRandomSampler(torch.rand(40), 40))
 
@@ -681,7 +698,16 @@ REFUSED = {
         {"callbacks": [callback("GradientAccumulationScheduler", {0: 2})]},
         "GradientAccumulationScheduler must be left out",
     ),
-    "stop by a private loss": (Logged, {"callbacks": [callback("EarlyStopping", "loss")]}, "training_step logs 'loss'"),
+    "stop by a private loss": (
+        Logged,
+        {"callbacks": [callback("EarlyStopping", "loss")]},
+        "'loss' is logged in training",
+    ),
+    "a checkpoint named by a private loss": (
+        Logged,
+        {"callbacks": [callback("ModelCheckpoint", filename="{step}-{loss_step:.3f}")], "settings": SAVING},
+        "'loss_step' .* in the name",
+    ),
     "schedule by a private loss": (Plateau, {}, "'loss_epoch' to steer"),
     "stream": (Module, {"loader": DataLoader(Stream())}, "must be map-style"),
     "weighted sampler": (Module, {"loader": weighted()}, "WeightedRandomSampler"),
@@ -721,6 +747,22 @@ def test_stops_by_scores_on_examples_of_the_training_data_are_refused():
         callbacks=[callback("EarlyStopping", "val_loss")],
         settings={"max_epochs": 1},
     )
+
+
+@pytest.mark.parametrize("kind", ["EarlyStopping", "ModelCheckpoint"])
+def test_choices_by_what_other_hooks_log_in_training_are_refused(kind, tmp_path):
+    steering = callback(kind, **{"dirpath": tmp_path} if kind == "ModelCheckpoint" else {}, monitor="of epoch")
+    with pytest.raises(tp.Refused, match="'of epoch' is logged in training"):
+        fitted(LoggedLater(), callbacks=[steering], settings=SAVING)
+    assert not list(tmp_path.iterdir())
+
+
+def test_run_folder_has_no_number_of_other_hooks_and_no_score_on_training_data(tmp_path):
+    everyone = data()
+    fitted(LoggedLater(), everyone, val=DataLoader(Subset(everyone, range(9))), run_folder=tmp_path / "run")
+    results = (tmp_path / "run" / "results.json").read_text()
+    assert "of epoch" not in results
+    assert "val_loss" not in results
 
 
 def test_a_tuner_cannot_train_without_privacy():
@@ -826,7 +868,7 @@ def fitted_on_ranks(rank, settings):
     trainer, fit = fitted(
         module,
         settings={"strategy": strategy, "devices": 2, "enable_checkpointing": folder is not None},
-        val=DataLoader(data(8), batch_size=4),
+        val=DataLoader(held_out(), batch_size=4),
         **saved,
         **run,
         **settings["privacy"],

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -106,24 +108,33 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
     return [c for c in found if type(c).__name__ not in (WHERE, "GradientAccumulationScheduler")]
 
 
-def steering_metrics(trainer: Trainer, dataset: Dataset) -> set[str]:
-    """Returns the names of metrics by which callbacks and schedulers steer.
-
-    Raises:
-        Refused: these would be scores on examples of the training data.
-    """
+def steering_metrics(trainer: Trainer) -> set[str]:
+    """Returns the names of metrics by which callbacks and schedulers steer, or by which checkpoints are called."""
     stops: list[Any] = [c for c in trainer.callbacks if isinstance(c, EarlyStopping | ModelCheckpoint)]  # type: ignore[attr-defined]
     plateaus = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-    metrics = {name for name in [*(callback.monitor for callback in stops), *plateaus] if name is not None}
-    loaders = trainer.val_dataloaders if metrics else None
+    called = [
+        name for callback in stops for name in re.findall(r"\{(.*?)[:}]", getattr(callback, "filename", "") or "")
+    ]
+    metrics = {name for name in [*(callback.monitor for callback in stops), *plateaus, *called] if name is not None}
+    return metrics - {"epoch", "step"}
+
+
+def validates_on(trainer: Trainer, dataset: Dataset, steering: Collection[str]) -> bool:
+    """True if a validation loader holds examples of the training data, so that its scores are exact numbers of these.
+
+    Raises:
+        Refused: some of these scores would steer.
+    """
+    loaders = trainer.val_dataloaders
     loaders = loaders if isinstance(loaders, list | tuple) else [loaders]
-    if any(share_examples(loader.dataset, dataset) for loader in loaders if isinstance(loader, DataLoader)):
+    shares = any(share_examples(loader.dataset, dataset) for loader in loaders if isinstance(loader, DataLoader))
+    if shares and steering:
         raise Refused(
-            f"{WHERE}: a validation loader holds examples of the training data, and {', '.join(sorted(metrics))} "
-            "steers the training or the choice of a checkpoint: a release without noise. Validate on other data, or "
-            "leave the choice out."
+            f"{WHERE}: a validation loader holds examples of the training data, and {', '.join(sorted(steering))} "
+            "steers the training or the choice of a checkpoint, or is in its name: a release without noise. Validate "
+            "on other data, or leave the choice out."
         )
-    return metrics
+    return shares
 
 
 def examples_in(loader: Any) -> Examples:

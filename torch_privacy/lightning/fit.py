@@ -26,8 +26,15 @@ from ..support.warning import warn
 from ..training import PrivateTraining
 from ..training.old_spelling import hint_for, refuse_moved
 from ..training.secret_file import SecretFolder, load_secret
-from .checks import WHERE, check_trainer, steering_metrics
-from .stand_ins import KeptLogs, LoaderStandIn, PrivateOptimization, keep_exact_logs_here, let_steps_pass
+from .checks import WHERE, check_trainer, steering_metrics, validates_on
+from .stand_ins import (
+    KeptLogs,
+    LoaderStandIn,
+    PrivateOptimization,
+    check_logs_of_training,
+    keep_exact_logs_here,
+    let_steps_pass,
+)
 
 SETTINGS = ("expected_batch_size", "noise_multiplier", "target_epsilon", "delta", "num_steps")  # that loggers get
 LONGEST = 200  # characters of a clipping rule in words
@@ -65,7 +72,8 @@ class PrivateFit(Callback):
         - The loggers get ``"epsilon"`` so far every ``log_every_n_steps``; it is ``"not_private/epsilon"`` if it does
           not hold, as with a ``test_seed``. They get the settings, too, as ``privacy/delta`` and others.
         - What is logged in training is exact, and reaches ``CSVLogger`` and ``TensorBoardLogger`` alone, which write
-          on this machine: not Weights & Biases, MLflow or any other logger. All get the scores of validation.
+          on this machine: not Weights & Biases, MLflow or any other logger. All get the scores of validation, unless
+          that holds examples of the training data.
 
     Raises:
         Refused: scalar losses, manual optimization, gradient clipping or accumulation, float16, a strategy other than
@@ -94,7 +102,8 @@ class PrivateFit(Callback):
         self.training: PrivateTraining | None = None
         self._steps: Generator[Iterator[Any], None, None] | None = None
         self._steering: set[str] = set()
-        self._logged: set[str] = set()  # names of what training_step logs, which is not private
+        self._logged: set[str] = set()  # names of what is logged in training, which is not private
+        self._scores_are_exact = False  # those of a validation on examples of the training data
         self._checkpoint_is_private = False
         self._undo: Callable[[], Any] = lambda: None
 
@@ -115,7 +124,11 @@ class PrivateFit(Callback):
         trainer.fit_loop._data_source = LoaderStandIn(
             trainer.fit_loop._data_source, self._privacy["expected_batch_size"]
         )
-        undo = let_steps_pass(pl_module), keep_exact_logs_here(trainer)
+        undo = (
+            let_steps_pass(pl_module),
+            keep_exact_logs_here(trainer, lambda: trainer.training or self._scores_are_exact),
+            check_logs_of_training(trainer, self._check_log),
+        )
         self._undo = lambda: [one() for one in undo]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -123,7 +136,8 @@ class PrivateFit(Callback):
         assert isinstance(source, LoaderStandIn)
         if not isinstance(num_steps, int):
             raise Refused(f"{WHERE}: the number of steps must be known at the start. Set max_epochs or max_steps.")
-        self._steering = steering_metrics(trainer, source.examples.dataset)
+        self._steering = steering_metrics(trainer)
+        self._scores_are_exact = validates_on(trainer, source.examples.dataset, self._steering)
         training = PrivateTraining(
             trainer.strategy.model,  # type: ignore[arg-type]
             trainer.optimizers[0],
@@ -171,7 +185,8 @@ class PrivateFit(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
         if self._folder is not None and self.training is not None and self.training.step_count:
-            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            found = {} if self._scores_are_exact else trainer.callback_metrics
+            metrics = {name: float(value) for name, value in found.items()}
             self.training.write_run(scores={k: v for k, v in metrics.items() if k not in self._logged and isfinite(v)})
             self._end_keys(trainer)
 
@@ -291,9 +306,10 @@ class PrivateFit(Callback):
         self._logged |= names
         if steers := self._steering & names:
             raise Refused(
-                f"{WHERE}: training_step logs {name!r}, and a callback or scheduler monitors {sorted(steers)[0]!r} to "
-                "steer the training or to choose a checkpoint. It is an exact number of private data, which epsilon "
-                "does not cover. Monitor a metric of validation_step, on data that are not private."
+                f"{WHERE}: {name!r} is logged in training, and a callback or scheduler monitors {sorted(steers)[0]!r} "
+                "to steer the training or to choose a checkpoint, or has it in the name of one. It is an exact number "
+                "of private data, which epsilon does not cover. Take a metric of validation_step, on data that are not "
+                "private."
             )
 
     def _log_epsilon(self, trainer: Trainer, training: PrivateTraining) -> None:

@@ -102,17 +102,30 @@ def sends_away(logger: Any) -> bool:
     return not isinstance(logger, CSVLogger | TensorBoardLogger) or "://" in str(logger.save_dir)
 
 
-def keep_exact_logs_here(trainer: Trainer) -> Callable[[], None]:
-    """Keeps what the training logs, exact numbers, away from loggers that send it; returns a function that undoes it.
+def check_logs_of_training(trainer: Trainer, check: Callable[[str], None]) -> Callable[[], None]:
+    """Checks the name of all that hooks and callbacks log in training; returns a function that undoes it."""
+    results: Any = trainer.fit_loop.epoch_loop._results
+    log = results.log
 
-    Scores of validation reach all loggers.
+    def checked(hook: str, name: str, *arguments: Any, **named: Any) -> None:
+        check(name)
+        log(hook, name, *arguments, **named)
+
+    vars(results)["log"] = checked
+    return lambda: vars(results).pop("log", None)
+
+
+def keep_exact_logs_here(trainer: Trainer, are_exact: Callable[[], bool]) -> Callable[[], None]:
+    """Keeps logs, while they are exact numbers, away from loggers that send them; returns a function that undoes it.
+
+    Other scores of validation reach all loggers.
     """
     connector = trainer._logger_connector
     log_metrics = connector.log_metrics
 
     def log_here(metrics: Any, step: int | None = None) -> None:
         everyone = trainer.loggers
-        if trainer.training:
+        if are_exact():
             trainer.loggers = [logger for logger in everyone if not sends_away(logger)]
         try:
             log_metrics(metrics, step)
