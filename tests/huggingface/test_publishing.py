@@ -60,6 +60,32 @@ def test_trackers_and_saved_states_get_epsilon_and_no_exact_numbers(tmp_path):
         assert (json.loads(text)["total_flos"], json.loads(text)["num_input_tokens_seen"]) == (0, 0)
 
 
+class Logs(PrivateTrainer):
+    """Logs exact numbers as subclasses of Trainer do: in the loss, and together with what the Trainer logs."""
+
+    def losses(self, model, inputs):
+        losses = super().losses(model, inputs)
+        self.log({"largest": float(losses.detach().max())})
+        return losses
+
+    def log(self, logs, start_time=None):
+        super().log({**logs, "margin": 0.25} if "loss" in logs or "train_loss" in logs else logs, start_time)
+
+
+def test_what_a_subclass_logs_in_training_reaches_no_tracker_and_no_file(tmp_path):
+    one = tracker()
+    trainer = trainer_of(tmp_path / "out", bert(), encoded(), padding(), {}, kind=Logs, callbacks=[one], **LOGGED)
+    trainer.train()
+    trainer.save_state()
+    text = (tmp_path / "out" / "trainer_state.json").read_text()
+    assert not {name for logs in one.logs for name in logs} & {"largest", "margin"}
+    assert "largest" not in text
+    assert "margin" not in text
+    assert {"largest_not_private", "margin_not_private"} <= {
+        name for logs in trainer.state.log_history for name in logs
+    }
+
+
 def test_scores_on_training_data_reach_no_tracker_and_no_file(tmp_path):
     one, trained, others = tracker(), encoded(), encoded(count=80)[60:]
     trainer = trainer_of(

@@ -21,12 +21,14 @@ from ..support.validate import Refused
 from ..support.write_file import PUBLIC, write_whole
 from ..training import PrivateTraining
 from .checkpoints import Secrets, saved_step
-from .publishing import TAG, add_to_card, public_logs, sends_away, without_exact_numbers
+from .publishing import EXACT, TAG, add_to_card, public_logs, sends_away, without_exact_numbers
 
 WHERE = "PrivateTrainer"
 STATEMENT = "privacy.json"
 EXACT_SCORE = "_not_private"  # end of the names of what is computed on training data
 LOSS = f"train_loss{EXACT_SCORE}"
+OF_TRAINER = ("epoch", "epsilon", "learning_rate", "not_private/epsilon", "step", "train_runtime")
+OF_TRAINER += ("train_samples_per_second", "train_steps_per_second", *EXACT)  # what a Trainer itself logs in training
 CHOICE = (
     "the choice among checkpoints or the number of steps by scores on eval_dataset, unless eval_dataset holds none of "
     "the private examples"
@@ -54,6 +56,7 @@ class TrainerReporting(Trainer):
     _privacy: dict[str, Any]
     _secrets: Secrets
     _scores: dict[str, float]  # of the latest evaluation
+    _is_evaluating = False
     _compared: dict[Any, tuple[Any, bool]]  # data sets of evaluations, and whether they hold training data
 
     def privacy_statement(self) -> dict[str, Any]:
@@ -71,6 +74,7 @@ class TrainerReporting(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Logs; the exact loss on the training data says that it is not private, and epsilon stands beside it.
 
+        So does whatever else is logged in training, as by ``losses`` or a ``log`` of one's own: it may be exact, too.
         Integrations of transformers (Weights & Biases, MLflow, ...) get epsilon and no exact statistics. An epsilon
         that does not hold, as with weights that a callback has moved, is called ``not_private/epsilon``. It is rounded
         up to four digits, which is what transformers prints.
@@ -83,6 +87,9 @@ class TrainerReporting(Trainer):
                     epsilon = self.training.profile_at_step().epsilon_high(delta)
                     epsilon = float(short(epsilon, digits=4))  # transformers prints four, rounded to the nearest
                     logs["epsilon" if holds else "not_private/epsilon"] = epsilon
+        if (self.is_in_train or "train_runtime" in logs) and not self._is_evaluating:
+            for name in [name for name in logs if name not in OF_TRAINER and not name.endswith(EXACT_SCORE)]:
+                logs[f"{name}{EXACT_SCORE}"] = logs.pop(name)
         handler = self.callback_handler
         everyone = handler.callbacks
         handler.callbacks = [one for one in everyone if not sends_away(one)]
@@ -95,7 +102,11 @@ class TrainerReporting(Trainer):
 
     def evaluate(self, *args: Any, **named: Any) -> dict[str, float]:
         """Evaluates as ``Trainer`` does; the run folder gets the scores after training."""
-        metrics = super().evaluate(*args, **named)
+        self._is_evaluating = True
+        try:
+            metrics = super().evaluate(*args, **named)
+        finally:
+            self._is_evaluating = False
         found = {name: x for name, x in metrics.items() if name.startswith("eval_") and _is_score(name, x)}
         self._scores = {name.removeprefix("eval_"): x for name, x in found.items()}  # a report says "test accuracy"
         if not self.is_in_train:
