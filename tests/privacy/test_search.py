@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import torch_privacy as tp
-from torch_privacy.privacy import FinitePair, Laplace, Repeated, compose
+from torch_privacy.privacy import FinitePair, KnownProfile, Laplace, Repeated, compose
 from torch_privacy.privacy.search import search_privately
 
 ONE_RUN = ((Laplace(1.0), 1),)
@@ -81,6 +81,13 @@ def test_the_privacy_loss_of_the_search_is_within_its_price(distribution):
     for epsilon in (0.0, 0.5, 1.0, 1.5):
         for one, other in ((here, there), (there, here)):
             assert np.maximum(one - math.exp(epsilon) * other, 0).sum() <= profile.delta(epsilon).high + 0.03
+
+
+@pytest.mark.parametrize("distribution", ["poisson", "geometric", "logarithmic"])
+def test_runs_that_fail_with_some_probability_have_a_price(distribution):
+    """Their epsilon is infinite at a small delta, which ended in "epsilon=inf must be a finite number"."""
+    profile = compose([(Repeated(((KnownProfile((1.0,), (0.01,)), 1),), 3.0, distribution), 1)])
+    assert 0.03 <= profile.delta(20.0).high <= 0.034  # three runs fail, on average
 
 
 def test_nan_scores_and_empty_candidates_are_refused():

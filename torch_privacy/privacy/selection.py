@@ -14,6 +14,7 @@ from .pairs.base import PairBounds
 from .pairs.discrete import pair_from_guarantees
 
 DISTRIBUTIONS = ("poisson", "geometric", "logarithmic")
+LARGEST = 600.0  # loss in the table of bounds
 NEAR, GRID = 24, 160  # points of the table of bounds, up to the largest loss and beyond
 ORDERS = {"geometric": 1.0, "logarithmic": 0.0}  # η of the truncated negative binomial
 
@@ -23,12 +24,12 @@ def _dominating_pair(event: "Repeated") -> PairBounds:
     """Returns the pair of the table ``δ(ε) = mean * δ_run(ε - log 1/c)``."""
     run = compose(event.releases)
     loss = _largest_loss(run, event)
-    near = np.linspace(0.0, min(loss, 600.0), NEAR)
+    near = np.linspace(0.0, min(loss, LARGEST), NEAR)
     above = [min(event.mean * run.delta(float(epsilon - loss)).high, 1.0) for epsilon in near]
     deltas = np.geomspace(max(above[-1], 1e-12), 1e-13, GRID)  # equal ratios give equal slack between points
     epsilons = loss + np.array([run.epsilon_high(min(delta / event.mean, 0.5)) for delta in deltas])
     deltas, epsilons = np.append(deltas, 0.0), np.append(epsilons, loss + run.epsilon_high(0.0))  # finite if pure
-    known = epsilons <= 600.0
+    known = epsilons <= LARGEST
     return PairBounds(pair_from_guarantees(np.append(near, epsilons[known]), np.append(above, deltas[known])))
 
 
@@ -37,7 +38,8 @@ def _largest_loss(run: Profile, event: "Repeated") -> float:
     if event.distribution == "poisson":
         return event.mean * run.delta(0.0).high
     order, stop = ORDERS[event.distribution], _stopping(event)
-    grid = np.append(0.0, np.geomspace(1e-3, max(run.epsilon_high(1e-9), 0.1), 40))
+    largest = min(max(run.epsilon_high(1e-9), 0.1), LARGEST)  # not infinite, as of a run that fails more often
+    grid = np.append(0.0, np.geomspace(1e-3, largest, 40))
     bounds = np.array([(epsilon, run.delta(float(epsilon)).high) for epsilon in grid])
     better = np.append(0.0, np.geomspace(1e-9, 1.0, 4000))  # probability y that a run is better than the outcome
     neighbor = _largest_better(better[1:], bounds) * (1 - stop) + stop
