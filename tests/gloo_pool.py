@@ -290,11 +290,11 @@ def _warm_up() -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from torch_privacy.mechanisms.noise import ziggurat
+    from torch_privacy.mechanisms.noise.processor import tables
 
     for module in NEEDED:
         importlib.import_module(module)
-    ziggurat.tables()
+    tables()
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())

@@ -20,8 +20,7 @@ from torch_privacy.jacobian.recording.functions import looks_up_examples
 from torch_privacy.jacobian.rows.plan import MemoryBudget
 from torch_privacy.mechanisms.noise import Noise, gaussian, grid_unit
 from torch_privacy.mechanisms.noise.chacha import ROUNDING, DeviceNormals, normals, normals_of
-from torch_privacy.mechanisms.noise.keystream import Keystream
-from torch_privacy.mechanisms.noise.processor import ProcessorNormals
+from torch_privacy.mechanisms.noise.processor import Keystream, ProcessorNormals
 from torch_privacy.model_check.rehearsal.comparison import AnswerComparison
 from torch_privacy.ops import dense, gram
 from torch_privacy.support.random_state import RandomState, SeededRandomNumbers, torch_generators

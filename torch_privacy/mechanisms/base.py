@@ -27,7 +27,7 @@ from .sums import COUNT, ROUNDING, ClippedSummation, Recording, Summation, mergi
 
 RELATION = NeighboringRelation.ADD_OR_REMOVE_ONE  # of sensitivities and events; they are those of zero-out, too
 PRICED_ROUNDING = 1 + 2.1e-5  # smallest factor on the noise, so that its multiplier is that of rows that exceed it
-LAW_ERROR = 2e-7  # root mean square; measured 1.5e-7 at most, see noise/ziggurat.py
+LAW_ERROR = 2e-7  # root mean square; measured 1.5e-7 at most, see noise/processor.py
 
 
 def noise_factors(num_trained: int, noise_multiplier: float) -> dict[str, float]:

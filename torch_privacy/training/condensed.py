@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..mechanisms.noise.chunks import chunks_of
-from ..mechanisms.noise.keystream import WORD, Keystream
+from ..mechanisms.noise.processor import WORD, Keystream
 
 COLUMNS = 4096  # words of which 16 bytes are left
 AT_ONCE = 2**23  # words; their products, 16 bytes each, exist at the same time

@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from torch_privacy.mechanisms.noise import Noise, key_from_test_seed
-from torch_privacy.mechanisms.noise.ziggurat import edges
+from torch_privacy.mechanisms.noise.processor import edges
 
 MILLION = 10**6
 DRAWS = {  # the same million numbers, in differently shaped tensors

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from torch_privacy.mechanisms.noise import Noise, chacha, processor
-from torch_privacy.mechanisms.noise.keystream import Keystream
-from torch_privacy.mechanisms.noise.processor import ProcessorNormals
-from torch_privacy.mechanisms.noise.ziggurat import in_the_rest
+from torch_privacy.mechanisms.noise.processor import Keystream, ProcessorNormals, in_the_rest
 
 SIZE = 150_001
 KEY = bytes(range(32))

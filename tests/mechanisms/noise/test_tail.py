@@ -12,7 +12,7 @@ from scipy.special import ndtri
 
 import torch_privacy as tp
 from torch_privacy.mechanisms.noise import Noise, TailNoise, grid_unit
-from torch_privacy.mechanisms.noise.keystream import Keystream
+from torch_privacy.mechanisms.noise.processor import Keystream
 from torch_privacy.mechanisms.noise.tail import SMALLEST_TAIL
 
 KEY = bytes(range(32))

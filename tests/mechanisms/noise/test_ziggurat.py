@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from torch_privacy.mechanisms.noise.keystream import Keystream
-from torch_privacy.mechanisms.noise.ziggurat import PARTS, edges, in_rectangles, in_the_rest, tables
+from torch_privacy.mechanisms.noise.processor import PARTS, Keystream, edges, in_rectangles, in_the_rest, tables
 
 AREA = math.sqrt(math.pi / 2)  # under exp(-x²/2), x >= 0
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ...support.validate import whole
-from .chunks import places_of
+from .chunks import add_on_device, grid_unit, places_of
 from .gaussian import Noise, checked_stddev, has_generator
-from .grid import add_on_device, grid_unit
-from .keystream import MAX_STEP
+from .processor import MAX_STEP
 
 Values = dict[str, Tensor]
 

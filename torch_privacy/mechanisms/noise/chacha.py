@@ -21,8 +21,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .chunks import Chunk, Part, chunks_of, copy
-from .grid import add_on_device, grid_unit
+from .chunks import Chunk, Part, add_on_device, chunks_of, copy, grid_unit
 
 CHUNK = 2**23  # numbers computed at a time: enough for a GPU, in about 260 MiB
 _CONSTANTS = b"expand 32-byte k"

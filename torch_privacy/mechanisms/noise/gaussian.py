@@ -18,10 +18,8 @@ from torch import Tensor
 
 from ...support.validate import whole
 from .chacha import DeviceNormals
-from .chunks import Part, places_of
-from .grid import MIN_STDDEV
-from .keystream import KEY_BYTES, MAX_STEP
-from .processor import ProcessorNormals
+from .chunks import MIN_STDDEV, Part, places_of
+from .processor import KEY_BYTES, MAX_STEP, ProcessorNormals
 
 FEW_NUMBERS = 2**17  # drawn on a CPU in 1.3 ms; without the kernel the 500 ops of ChaCha20 take a GPU 2.5 ms and more
 
@@ -45,7 +43,7 @@ class Noise:
           GPU at 9.4 and 1e-20.
         - Low bits reveal nothing: see ``add_to``.
 
-    Source: AES-256-CTR, NIST SP 800-38A; McFarland (2016) for the normal numbers, see ziggurat.py; I. Mironov (2012),
+    Source: AES-256-CTR, NIST SP 800-38A; McFarland (2016) for the normal numbers, see processor.py; I. Mironov (2012),
         "On significance of the least significant bits for differential privacy".
     """
 

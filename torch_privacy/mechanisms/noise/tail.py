@@ -19,10 +19,9 @@ import numpy as np
 import torch
 
 from ...support.validate import Refused
-from .chunks import Chunk, Part, chunks_of, copy
+from .chunks import Chunk, Part, add_on_device, chunks_of, copy, grid_unit
 from .gaussian import Noise
-from .grid import add_on_device, grid_unit
-from .keystream import Keystream
+from .processor import Keystream
 
 SMALLEST_TAIL = 2.0**-112
 CHUNK = 65_024  # numbers computed at a time
