@@ -226,7 +226,7 @@ def test_cached_integers_become_constants():
 
 
 def test_large_filled_tensors_become_constants(monkeypatch):
-    monkeypatch.setattr("torch_privacy.jacobian.recording.constants.LARGE", 0)
+    monkeypatch.setattr("torch_privacy.jacobian.recording.tensors.LARGE", 0)
     model = Calls(lambda m, x: m.f(x) * (m.p + torch.full((4,), 0.5)), f=nn.Linear(3, 4), p=torch.randn(4))
     with pytest.raises(tp.Refused, match="cannot be separated"):
         jacobian(model, torch.randn(4, 3), n=4)

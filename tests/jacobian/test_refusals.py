@@ -11,7 +11,7 @@ from parts import Calls, losses_of, tokens
 from torch import nn
 
 import torch_privacy as tp
-from torch_privacy.jacobian.rows.check import ProjectedSum, RowCheck
+from torch_privacy.jacobian.rows.native import ProjectedSum, RowCheck
 
 
 def data_mixed_into_weight(m, x):

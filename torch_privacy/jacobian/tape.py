@@ -49,8 +49,7 @@ class Tape(Recorder):
         num_examples: int | None = None,
     ):
         self.layouts = layouts if layouts is not None else Layouts()
-        super().__init__(parameters, constants, num_examples, self.layouts.filled)
-        self.log.again.saved_at = self.layouts.saved_at
+        super().__init__(parameters, constants, num_examples, self.layouts.filled, self.layouts.saved_at)
         self.measured = False
 
     def jacobian(

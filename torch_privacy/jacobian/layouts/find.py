@@ -16,7 +16,7 @@ from ...support.own_draws import randint
 from ..recording.backward import OpenNodes, backward_into
 from ..recording.calls import Call
 from ..recording.paths import RecordedGraph
-from ..rows.check import ProjectedSum, RowCheck
+from ..rows.native import ProjectedSum, RowCheck
 from ..rows.plan import Memory, MemoryBudget
 from ..rows.streamed_sum import SumRequest
 from .codes import Rounding, fresh_generator

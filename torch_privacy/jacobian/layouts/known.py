@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...ops import AnyLayout, Layout, Ragged
-from ..recording.constants import FilledTensors
+from ..recording.tensors import FilledTensors
 from .codes import system_seed
 from .measure import Measurement, NamesOf, OnLayout, example_dims
 from .predict import Expected, Irregular, Options

@@ -29,7 +29,7 @@ from torch.autograd.graph import Node
 from ...ops import AnyLayout, Layout, Ragged
 from ...ops._base import is_half
 from ...support.own_draws import randn
-from ..parallel.agreement import ALONE, Peers
+from ..parallel.ranks import ALONE, Peers
 from ..recording.backward import OpenNodes
 from .codes import Codes, Rounding, system_seed
 from .fit import entries, in_pieces, length

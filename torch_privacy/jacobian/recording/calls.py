@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded op calls: the parameters that they use, and the positions of their outputs in the graph."""
+"""Recorded op calls: the parameters that they use, and the positions of their outputs in the graph; and the program.
+
+The program is made of all calls of torch functions in a forward. It knows which of them may put examples into another
+order.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,8 +23,8 @@ from ...ops.fallback import compared, replay, uses_of
 from ...support.torch_modes import saves_elsewhere
 from ...support.validate import Refused
 from ..parallel.shards import Placed, is_distributed, on_this_rank
-from .again import MadeAgain
-from .packed import Packed, PackedUse, packed_uses, version_of, without_entries
+from .functions import Traits, may_reorder
+from .packed import MadeAgain, Packed, PackedUse, packed_uses, version_of, without_entries
 from .tensors import KnownTensors
 
 # The op of calls that one of our own compositions recorded.
@@ -110,16 +116,25 @@ class Call:
 
 
 class CallLog:
-    """The recorded calls of one forward, in order."""
+    """The recorded calls of one forward, in order.
 
-    def __init__(self) -> None:
+    Args:
+        parameters, saved_at: as of `MadeAgain`.
+    """
+
+    def __init__(self, parameters: Collection[Tensor], saved_at: dict[tuple, int]):
+        self._parameters, self._saved_at = parameters, saved_at
         self.calls: list[Call] = []
         self.unrecorded: list[Call] = []  # stand for nodes by which losses reached parameters without a recorded call
         self.saved_elsewhere = False  # saved-tensor hooks keep autograd's tensors outside of its nodes
-        self.again = MadeAgain()
         self._parts: dict[int, int] = {}  # of the hooks -> number
         # Base's id -> calls with outputs that are views of it, with their strides and offset.
         self.views: dict[int, list[tuple[weakref.ref[Tensor], Call, tuple[int, ...], int]]] = {}
+
+    @cached_property
+    def again(self) -> MadeAgain:
+        """Returns what is known of parts that run again; few forwards have any."""
+        return MadeAgain(self._parameters, self._saved_at)
 
     def add(
         self,
@@ -274,3 +289,99 @@ def _written(run: RunCall) -> Tensor | None:
     written = torch.zeros_like(on_this_rank(run.args[0]), dtype=torch.bool)
     written[run.args[1]] = True
     return written
+
+
+_next_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@dataclass(slots=True, eq=False)
+class OpStep:
+    """A call of a torch function with its arguments, except for the tensors' entries."""
+
+    func: Callable
+    traits: Traits
+    numbers: tuple  # integers, names and flags
+    made_of: list[OpStep]  # the steps that made its arguments, for tensors that no gradient goes back to
+    reorders: bool = False  # the data may have determined where entries of the result come from
+    node: int = -1  # sequence number of its result in the graph
+    first: int = field(default_factory=_next_number)  # number of the next node
+    last: int = 0  # the same once it was run
+
+    def note_result(self, result: Tensor) -> None:
+        """Notes which nodes of the graph, if any, the step made: of several results, only some may be used."""
+        node = result.grad_fn
+        if node is not None:
+            self.node = node._sequence_nr()
+        self.last = _next_number()
+
+
+class Program:
+    """The steps of one forward.
+
+    Args:
+        output: tensor -> its position in the graph.
+    """
+
+    def __init__(self, output: Callable[[Tensor], Output]):
+        self._output = output
+        self.used: list[OpStep] = []  # steps that a gradient goes back through
+        self.made_by: dict[int, tuple[weakref.ref[Tensor], OpStep]] = {}  # of tensors that no gradient goes back to
+        self.cuts: list[Call] = []  # tensors with entries that the data may have reordered
+        self.moved = False  # the data reordered entries of some tensor, with or without a gradient
+        self.moved_unseen = False  # the same, of tensors that are not known
+
+    def makers(self, tensors: Iterable[Tensor]) -> list[OpStep]:
+        """Returns the steps that made those of the tensors that no gradient goes back to."""
+        made_by = self.made_by
+        known = [(t, *made_by[id(t)]) for t in tensors if id(t) in made_by]
+        return [step for t, alive, step in known if alive() is t]
+
+    def add(self, step: OpStep, results: Sequence[Tensor]) -> None:
+        """Adds a step if its result has a gradient; else it is added once the result is used."""
+        for t in results:
+            if t.requires_grad:
+                step.note_result(t)
+                self.used.append(step)
+                return
+        for t in results:
+            self.made_by[id(t)] = weakref.ref(t), step
+            if step.traits.in_place and t._base is not None:
+                self.made_by[id(t._base)] = weakref.ref(t._base), step
+
+    def steps(self) -> list[OpStep]:
+        """Returns the steps that a gradient goes back through, and those that made the other tensors used there."""
+        found: dict[OpStep, None] = {}
+        for step in self.used:
+            stack = [step]
+            while stack:
+                step = stack.pop()
+                if step not in found:
+                    found[step] = None
+                    stack += step.made_of
+        return [*found]
+
+    def note_unseen(self) -> None:
+        """Notes that the data may have reordered entries of unknown tensors."""
+        self.moved = self.moved_unseen = True
+
+    def check_order(
+        self, step: OpStep, args: tuple, data: Sequence[Tensor], tensors: Iterable[Tensor], place: int
+    ) -> None:
+        """Adds cuts, before a step is run, if its data may determine where entries with a gradient go."""
+        step.reorders = may_reorder(step.func, args, data) or any(map(_reorders, step.made_of))
+        if not step.reorders:
+            return
+        self.moved = True
+        differentiable = [t for t in tensors if t.grad_fn is not None]
+        if not differentiable:
+            return
+        unmeasurable = [
+            t for t in differentiable if not t.is_floating_point() or t.layout is not torch.strided or t.is_nested
+        ]
+        if unmeasurable or step.traits.in_place:
+            self.moved_unseen = True
+            return
+        self.cuts += [Call.cut(step.func, output, place) for output in map(self._output, differentiable)]
+
+
+_reorders = attrgetter("reorders")

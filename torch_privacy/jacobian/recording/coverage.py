@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...support.torch_modes import is_any_autocast_enabled, tensors_in
-from .constants import FROM_PYTHON
+from .functions import FROM_PYTHON
 
 FEW = 16  # numbers in a list or tensor, up to which each is noted
 FRAMES = 6  # of the stack that tell a place in the code

@@ -34,6 +34,7 @@ _REARRANGEMENTS = {
 }
 # Functions that use only the shape or type of their second tensor.
 LIKE = {Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.type_as, Tensor.to}
+FROM_PYTHON = {torch.tensor, torch.as_tensor}  # make tensors of numbers
 # Functions that use only the type and device of their first.
 NEW = {Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor}
 _REORDERING = {

@@ -16,8 +16,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from ...support.validate import Refused
-from ..parallel.agreement import peers_of
-from ..parallel.ranks import NO_OTHERS, ModelRanks
+from ..parallel.ranks import NO_OTHERS, ModelRanks, peers_of
 from ..parallel.shards import attention_is_split, refuse_split_positions
 from .calls import Call, edge_of
 from .functions import without_numbers

@@ -22,8 +22,18 @@ from ...ops.elementwise import OVERWRITING
 from ...support.torch_modes import OpMode, is_any_autocast_enabled, is_transformed, saves_elsewhere, tensors_in
 from ..parallel.shards import may_be_parallel
 from .called import watched
-from .calls import SCAN, CallLog, RunCall, edges_of, output_of, plain_output, uses_by_fallback, uses_by_rule
-from .constants import FilledTensors
+from .calls import (
+    SCAN,
+    CallLog,
+    OpStep,
+    Program,
+    RunCall,
+    edges_of,
+    output_of,
+    plain_output,
+    uses_by_fallback,
+    uses_by_rule,
+)
 from .coverage import CodePath
 from .functions import (
     changes_in_place,
@@ -36,9 +46,8 @@ from .functions import (
     with_first_by_position,
 )
 from .packed import Packed, keeping_saved, noting_saved
-from .program import OpStep, Program
 from .sharded import ShardedTensors
-from .tensors import KnownTensors
+from .tensors import FilledTensors, KnownTensors
 
 
 class Recorder(OpMode):
@@ -49,6 +58,7 @@ class Recorder(OpMode):
         constants: other tensors that hold no data of the batch (buffers, frozen parameters).
         num_examples: size of the batch, if it is known in advance; shows which tensors can have a part per example.
         filled: what earlier batches showed about tensors that are filled with numbers.
+        saved_at: what they showed about the tensors that autograd saves.
     """
 
     def __init__(
@@ -57,6 +67,7 @@ class Recorder(OpMode):
         constants: Iterable[Tensor] = (),
         num_examples: int | None = None,
         filled: FilledTensors | None = None,
+        saved_at: dict[tuple, int] | None = None,
     ):
         super().__init__()
         self.code, self.parameters = CodePath(), dict(parameters)
@@ -64,8 +75,7 @@ class Recorder(OpMode):
         tensors = [*self.parameters.values(), *self.tensors.constants()]
         self.shards = ShardedTensors(self.tensors, self.parameters) if may_be_parallel(tensors) else None
         self.program = Program(plain_output if self.shards is None else output_of)
-        self.log = CallLog()
-        self.log.again.expect({*map(id, self.parameters.values())})
+        self.log = CallLog(self.parameters.values(), {} if saved_at is None else saved_at)
         self.reached: set[str] = set()  # names of the parameters that the losses were found to depend on
         self.used_otherwise: set[str] = set()  # names of those used other than as the table of a look-up
         self._forwards = 0  # of the model that are running

@@ -19,10 +19,9 @@ from ..layouts.predict import FoundLayouts
 from ..recording.backward import backward_into
 from ..recording.paths import RecordedGraph
 from .blocks import Block, Direction, NothingKept
-from .check import RowCheck
+from .native import RowCheck, SumByBackward
 from .operator import Jacobian
 from .plan import MemoryBudget, make_op
-from .second_backward import SumByBackward
 
 # The coarsest rounding in the graph at which a second backward, which rounds again, keeps the bound on a row.
 FINE = 1e-6

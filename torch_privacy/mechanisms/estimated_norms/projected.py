@@ -22,7 +22,7 @@ from ...jacobian.recording.functions import numbers_in
 from ...jacobian.recording.graph import Graph
 from ...jacobian.recording.paths import check_losses
 from ...jacobian.rows.blocks import Direction
-from ...jacobian.rows.check import ProjectionCheck, ProjectionsDiffer
+from ...jacobian.rows.native import ProjectionCheck, ProjectionsDiffer
 from ...ops._base import is_half
 from ...support.random_state import RandomState
 from ...support.torch_modes import OpMode, full_precision

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...jacobian.layouts.codes import fresh_generator
-from ...jacobian.rows.check import ProjectionCheck, vjp
+from ...jacobian.rows.native import ProjectionCheck, vjp
 from ...support.own_draws import randperm
 from .jvp import Project
 
