@@ -39,7 +39,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import pretended_gpu
 
 from torch_privacy.mechanisms.noise import Noise, chacha
-from torch_privacy.training.condensed import AT_ONCE, COLUMNS, Condenser
+from torch_privacy.training.release import AT_ONCE, COLUMNS, Condenser
 
 GPT2_SMALL = 124_439_808  # parameters
 MICROSECONDS = (5, 10)  # of the host for one launch: a fast one, and a slow one

@@ -35,7 +35,7 @@ CALLS = 24  # of a rank; torch keeps some process groups alive, and the threads 
 BYTES = 1 << 16  # of a message to the launcher, at most
 NEEDED = (  # by many calls of ranks: each new rank would import them again, which takes longer than most calls
     "torch_privacy.training.loop",
-    "torch_privacy.training.placement.replicated",
+    "torch_privacy.training.placement.choose",
     "torch_privacy.training.placement.sharded",
     "torch_privacy.training.placement.tensor_parallel",
     "torch_privacy.training.secret_file",

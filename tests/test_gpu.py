@@ -25,8 +25,8 @@ from torch_privacy.model_check.rehearsal.comparison import AnswerComparison
 from torch_privacy.ops import dense, gram
 from torch_privacy.support.random_state import RandomState, SeededRandomNumbers, torch_generators
 from torch_privacy.support.torch_modes import full_precision
-from torch_privacy.training import condensed, release
-from torch_privacy.training.condensed import COLUMNS, Condenser
+from torch_privacy.training import release
+from torch_privacy.training.release import COLUMNS, Condenser
 from torch_privacy.training.weights import WeightGuard, WeightMarks
 
 register()
@@ -723,7 +723,7 @@ def test_noise_of_small_sums_is_that_of_the_cpu(most, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("size", [COLUMNS - 1, COLUMNS, 3 * COLUMNS + 1])
 def test_condensed_tensors_are_the_keyed_sums_of_their_bits(size, dtype, monkeypatch):
-    monkeypatch.setattr(condensed, "AT_ONCE", 2 * COLUMNS)  # two chunks and more, which begin within a tensor
+    monkeypatch.setattr(release, "AT_ONCE", 2 * COLUMNS)  # two chunks and more, which begin within a tensor
     tensors = [torch.randn(n, dtype=torch.float64).mul(100).to(dtype) for n in (5, size)]
     condense = Condenser(bytes(range(32)))
     found = condense([tensor.to(GPU) for tensor in tensors]).cpu().numpy().tobytes()

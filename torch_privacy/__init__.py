@@ -59,13 +59,13 @@ if TYPE_CHECKING:
     from .training.monitors import TensorBoardCallback as TensorBoardCallback
     from .training.own_noise import OwnNoise as OwnNoise
     from .training.pca import PrivatePCA as PrivatePCA
-    from .training.performance import Performance as Performance
     from .training.sampling import BallsAndBins as BallsAndBins
     from .training.sampling import Poisson as Poisson
     from .training.sampling import Truncated as Truncated
     from .training.sampling import Varying as Varying
     from .training.secret_file import load_secret as load_secret
     from .training.secret_file import save_secret as save_secret
+    from .training.settings import Performance as Performance
     from .training.statement import Spent as Spent
 
 # The public names, imported when first asked for: `torch_privacy.privacy` and the command's help never wait for torch.
@@ -99,7 +99,7 @@ _HOME = {
     "OwnNoise": "training.own_noise",
     "PerLayer": "mechanisms.clipping",
     "Poisson": "training.sampling",
-    "Performance": "training.performance",
+    "Performance": "training.settings",
     "PrivatePCA": "training.pca",
     "PrivateTraining": "training",
     "Refused": "support.validate",

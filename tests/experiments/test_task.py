@@ -20,7 +20,7 @@ from torch_privacy.experiments.fitting import losses_and_scores
 from torch_privacy.experiments.runner import Run
 from torch_privacy.experiments.study import Study
 from torch_privacy.experiments.task import RMSE, Settings, Task, seeded
-from torch_privacy.training import schedule
+from torch_privacy.training import sampling
 from torch_privacy_papers.catalog import GDP, Experiment
 
 PRIOR = privacy.Release(privacy.Gaussian(5.0), "of this test")
@@ -221,4 +221,4 @@ def test_views_are_augmented_and_averaged_weights_are_scored_and_saved(regressio
 
 def test_commands_and_loops_make_the_same_number_of_steps():
     settings = task.Settings(expected_batch_size=300, learning_rate=0.1, clip_norm=1.0, epochs=1)
-    assert task.number_of_steps(settings, 1000) == schedule.number_of_steps(None, 1, 1000, 300) == 4
+    assert task.number_of_steps(settings, 1000) == sampling.number_of_steps(None, 1, 1000, 300) == 4

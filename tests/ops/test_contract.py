@@ -13,9 +13,8 @@ from torch import Tensor
 import torch_privacy  # noqa: F401  (registers the ops)
 from torch_privacy.ops import Op
 from torch_privacy.ops.conv import Conv, Geometry
-from torch_privacy.ops.dense import Rows
+from torch_privacy.ops.dense import InHalf, Rows
 from torch_privacy.ops.embedding import Embedding, TiedEmbedding
-from torch_privacy.ops.half import InHalf
 from torch_privacy.ops.linear import Arrangement, Bilinear, GroupedLinear, Linear
 from torch_privacy.ops.routed import RoutedLinear
 

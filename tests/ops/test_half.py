@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import torch_privacy as tp
 from torch_privacy.jacobian.rows.norms import first_squared_norms
 from torch_privacy.jacobian.rows.plan import choices
-from torch_privacy.ops import half
-from torch_privacy.ops.half import LEAST_POSITIONS, InHalf, in_its_precision
+from torch_privacy.ops import dense
+from torch_privacy.ops.dense import LEAST_POSITIONS, InHalf, in_its_precision
 from torch_privacy.ops.linear import Linear
 
 T, D, E = LEAST_POSITIONS + 3, 24, 16
@@ -86,7 +86,7 @@ def test_norms_are_those_of_the_rows_that_are_summed(examples_at_once, monkeypat
 
 @pytest.mark.parametrize("change", [{}, {"t": LEAST_POSITIONS - 1}, {"most": E * D - 1}, {"in_half": False}], ids=str)
 def test_few_positions_and_huge_weights_stay_in_float32(change: dict[str, Any], monkeypatch):
-    monkeypatch.setattr(half, "MOST_ENTRIES", change.get("most", E * D))
+    monkeypatch.setattr(dense, "MOST_ENTRIES", change.get("most", E * D))
     t = change.get("t", LEAST_POSITIONS)
     x, b = torch.randn(3, t, D), torch.randn(3, t, E).bfloat16()
     op = in_its_precision(Linear(x, b), in_half=change.get("in_half", True))

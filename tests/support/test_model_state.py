@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_privacy.support.model_state import ModelState, ModelTree, MutationGuard
-from torch_privacy.support.versions import Versions
+from torch_privacy.support.model_state import ModelState, ModelTree, MutationGuard, Versions
 from torch_privacy.training.weights import WeightMarks
 
 

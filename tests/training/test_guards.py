@@ -22,7 +22,7 @@ from trainings import private_training
 
 import torch_privacy as tp
 from torch_privacy.mechanisms.clipping import ClippingRule
-from torch_privacy.training.finite import FiniteRows
+from torch_privacy.training.releaser import FiniteRows
 
 N = 60
 
@@ -950,10 +950,10 @@ def test_a_few_examples_that_are_not_finite_are_left_out_without_a_warning():
 
 def test_batches_that_lose_all_examples_later_are_not_refused():
     rows = FiniteRows()
-    rows.native(7, 0, 10)
+    rows.check(7, 0, 10)
     with pytest.warns(UserWarning, match="half of the examples"):
-        rows.native(8, 10, 10)
-    rows.native(9, 10, 10)
+        rows.check(8, 10, 10)
+    rows.check(9, 10, 10)
 
 
 # The second pass ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from trainings import ZERO_OUT, private_training
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.runs.folder import RunFolder
-from torch_privacy.training.schedule import StepPlan, number_of_steps
+from torch_privacy.training.sampling import StepPlan, number_of_steps
 
 N, STEPS = 60, 8
 DATA = torch.utils.data.TensorDataset(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from torch_privacy.cli._shared import AsJson, app, naming, path_option, print_result, say
-from torch_privacy.support.dates import dated
+from torch_privacy.support.units import dated
 
 REJECTED = 1
 STOPPED = "stopped-"  # how the ledgers of audits that were stopped begin

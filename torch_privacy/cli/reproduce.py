@@ -30,7 +30,7 @@ from torch_privacy.cli.processes import Processes, again, num_launched, to_resum
 from torch_privacy.cli.signals import ONCE_MORE, DeferredSignals
 from torch_privacy.experiments import EXPERIMENTS
 from torch_privacy.runs.table import duration
-from torch_privacy.support.dates import dated
+from torch_privacy.support.units import dated
 
 Name = Annotated[
     str | None,

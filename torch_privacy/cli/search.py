@@ -13,7 +13,7 @@ from torch_privacy.cli.own_table import is_table
 from torch_privacy.cli.processes import Processes
 from torch_privacy.cli.train import KNOWN, train_in
 from torch_privacy.experiments.task import Settings
-from torch_privacy.support.dates import dated
+from torch_privacy.support.units import dated
 
 Name = Annotated[str, typer.Argument(help=f"What to train: {KNOWN}.", metavar="EXPERIMENT", show_default=False)]
 Where = Annotated[

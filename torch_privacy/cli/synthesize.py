@@ -24,7 +24,7 @@ from torch_privacy.cli._shared import (
 )
 from torch_privacy.cli.signals import ONCE_MORE, DeferredSignals
 from torch_privacy.experiments.synthetic_table import SyntheticTableSettings
-from torch_privacy.support.dates import dated
+from torch_privacy.support.units import dated
 
 Source = Annotated[
     Path | None,

@@ -25,7 +25,7 @@ from torch_privacy.cli.processes import Processes, again, to_resume
 from torch_privacy.cli.signals import ONCE_MORE, DeferredSignals
 from torch_privacy.experiments import OWN_TABLE, TRAININGS
 from torch_privacy.experiments.table_settings import TableSettings
-from torch_privacy.support.dates import dated
+from torch_privacy.support.units import dated
 
 KNOWN = ", ".join(TRAININGS)
 

@@ -20,9 +20,8 @@ from ..sampling.examples import Examples
 from ..support.validate import Refused
 from ..training import PrivateTraining
 from ..training.old_spelling import hint_for, refuse_moved
-from ..training.performance import USUAL, Performance
-from ..training.sampling import sampling_of
-from ..training.schedule import number_of_steps
+from ..training.sampling import number_of_steps, sampling_of
+from ..training.settings import USUAL, Performance
 
 WHERE = "PrivateTrainer"
 LOG = logging.getLogger(__name__)

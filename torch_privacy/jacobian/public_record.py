@@ -14,7 +14,7 @@ from ..support.gathered_weights import GatheredWeights, sharded_modules
 from ..support.model_state import ModelTensors, attribute_tensors
 from ..support.notes import NOTES
 from ..support.script_modules import takes_hooks
-from ..support.torch_modes import uncompiled
+from ..support.torch_modes import UNCOMPILED
 from ..support.validate import whole
 from .layouts.known import Layouts
 from .rows.operator import Jacobian
@@ -62,7 +62,7 @@ class record:
 
     def __enter__(self) -> Self:
         if not self._tape.is_active:
-            self._contexts.enter_context(uncompiled())
+            self._contexts.enter_context(UNCOMPILED)
             if takes_hooks(self._model):
                 hook = self._model.register_forward_pre_hook(_InputHook(self._tape), with_kwargs=True, prepend=True)
                 self._contexts.callback(hook.remove)

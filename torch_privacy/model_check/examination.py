@@ -23,7 +23,7 @@ from ..support.fixed_draws import drawing_in
 from ..support.model_state import ModelTensors, Snapshot, attribute_tensors
 from ..support.normalization import SmallGroups
 from ..support.random_state import RandomState, SeededRandomNumbers, frozen, random_position, seeded
-from ..support.torch_modes import tensors_in, uncompiled
+from ..support.torch_modes import UNCOMPILED, tensors_in
 from ..support.validate import Refused, quoted
 from .checkup import Checkup
 from .findings import Findings, Refusal
@@ -76,7 +76,7 @@ def check(model: nn.Module, loss_fn: LossFunction, batch: Any) -> Checkup:
         >>> checkup.ok
         True
     """
-    with uncompiled():
+    with UNCOMPILED:
         return _Examination(model, loss_fn, batch).checkup()
 
 
@@ -203,7 +203,8 @@ class _Examination:
 
     def _answers(self, turn: Turn) -> Answers:
         """Runs the user's losses on the batch of one turn, and returns what the rehearsal compares."""
-        turn.prepare()
+        for act in turn.before:
+            act()
         numbers = SeededRandomNumbers(b"check")
         try:
             start = random_position()

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from ..support.model_state import ModelTensors, ModelTree
+from ..support.model_state import ModelTensors, ModelTree, Versions
 from ..support.normalization import advice
 from ..support.validate import Refused
-from ..support.versions import Versions
 
 
 class TensorsOf:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ._base import AnyLayout, Method, Op, Use, in_sum_dtype
 from .conv_costs import BOXED_GRAM, GRAM, KEPT, NARROW, NATIVE_ROWS, ROWS, SHIFTED_ROWS, ConvCosts, Costs
-from .dense import Rows, product
+from .dense import Rows, in_its_precision, product
 from .gram import norms_from_gram
-from .half import in_its_precision
 from .unfold import Geometry, by_group, half_unfolded, padded, unfolded, unfolded_channels_last
 
 VECTOR = 16  # float32 numbers in the largest vector registers

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._base import AnyLayout, Layout, Op, Use, in_one_dtype
-from .dense import Rows
+from .dense import Rows, in_its_precision
 from .elementwise import TermUse, check_entries_per_example
-from .half import in_its_precision
 from .linear import Arrangement, Bilinear, GroupedLinear, Linear
 
 Labels = tuple[str, ...]  # one for each dimension; a letter, or ".k" for the k-th broadcast dimension from the right

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..support.dates import now
-from ..support.units import ONE_EXAMPLE, check_unit
-from ..support.validate import Refused, plain_numbers, positive, quoted, strictly_between
+from ..support.units import ONE_EXAMPLE, now
+from ..support.validate import Refused, check_unit, plain_numbers, positive, quoted, strictly_between
 from .bracket import Bracket
 from .budget_file import (
     BudgetRun,

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..support.units import check_unit, unit_of_column, with_at_most
-from ..support.validate import Refused, plain_number, whole
+from ..support.units import unit_of_column, with_at_most
+from ..support.validate import Refused, check_unit, plain_number, whole
 from .co_owners import check_public, kept_of_each, owners_of_each, plain_id
 from .samplers import Sampler
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, TensorDataset
 
 from ..support.contents import copied, has_entries, same
-from ..support.versions import Versions
+from ..support.model_state import Versions
 from .datasets import ChosenByOwners, source_of
 from .fingerprint import KEY_BYTES, MOST_SECONDS, digest_of_item
 

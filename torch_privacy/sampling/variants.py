@@ -15,10 +15,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..support.draws import AS_DRAWN, Drawn, Rule, RunDraws
-from ..support.model_state import same
+from ..support.model_state import same, version_of
 from ..support.torch_modes import tensors_in
 from ..support.validate import Refused
-from ..support.versions import version_of
 from .batches import Batches, BatchRequest, Fetched, random_numbers_of
 from .datasets import source_of
 

@@ -30,8 +30,8 @@ from ..support.random_state import seeded
 from ..support.validate import Refused, in_range, strictly_between, whole
 from ..training.averaging import MovingAverage
 from ..training.loop import PrivateTraining
-from ..training.performance import Performance
-from ..training.schedule import number_of_steps
+from ..training.sampling import number_of_steps
+from ..training.settings import Performance
 from .features import scaled
 from .refits import Fit
 

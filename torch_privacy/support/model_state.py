@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
+from itertools import chain, compress
+from operator import attrgetter, eq
 from typing import Any
 
 import torch
@@ -16,7 +17,25 @@ from .contents import MISSING, Saved, copied, has_entries, length_if_long, local
 from .held_state import Entry, Modules, place_of, state_entries
 from .own_draws import randn
 from .script_modules import registries_of, scripted, takes_hooks
-from .versions import Versions
+
+version_of = attrgetter("_version")
+
+
+class Versions:
+    """Remembers the versions of tensors, which count the writes into them other than through ``.data``."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        self._tensors = [*tensors]
+        self._versions = [*map(version_of, self._tensors)]
+
+    def are_current(self) -> bool:
+        """True if nothing was written into any of the tensors since."""
+        return self._versions == [*map(version_of, self._tensors)]
+
+    def unchanged(self) -> list[Tensor]:
+        """Returns the tensors into which nothing was written since."""
+        now = [*map(version_of, self._tensors)]
+        return [*compress(self._tensors, map(eq, now, self._versions))]
 
 
 @dataclass(frozen=True)

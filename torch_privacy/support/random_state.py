@@ -241,8 +241,10 @@ def owned_by_another(owner: object) -> bool:
 
 
 def _has_other_owner(owner: object) -> bool:
-    owners = [user.owner for user in _ONE_THREAD.users_here()]
-    return any(its is not None and its() not in (None, owner) for its in owners)
+    for user in _ONE_THREAD.users_here():
+        if user.owner is not None and user.owner() not in (None, owner):
+            return True
+    return False
 
 
 _RECORDING_DISABLED: ContextVar[bool] = ContextVar("recording_disabled", default=False)

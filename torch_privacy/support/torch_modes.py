@@ -149,15 +149,6 @@ class _Changed(AbstractContextManager[None]):
         _FOR_ALL_THREADS.leave(self._changes)
 
 
-def uncompiled() -> AbstractContextManager[None]:
-    """Returns a context in which compiled functions run uncompiled, so that their ops can be recorded.
-
-    A parameter that the forward parametrizes, as adapters of single parameters do, is not set to itself: torch would
-    count that as a write, after which it is no longer known for the same parameter.
-    """
-    return _Changed(_set_others_alone, _run_eagerly)
-
-
 def _set_others_alone() -> Callable[[], object] | None:
     usual = getattr(parametrize, "_maybe_set", None)
     if usual is None:
@@ -185,6 +176,12 @@ def _run_eagerly() -> Callable[[], object]:
     undo.callback(lambda: setattr(torch, "compile", usual))
     torch.compile = compile_eagerly
     return undo.close
+
+
+# A context in which compiled functions run uncompiled, so that their ops can be recorded. A parameter that the forward
+# parametrizes, as adapters of single parameters do, is not set to itself: torch would count that as a write, after
+# which it is no longer known for the same parameter.
+UNCOMPILED = _Changed(_set_others_alone, _run_eagerly)
 
 
 def _forced_eager() -> Callable[[], object]:
@@ -258,11 +255,10 @@ def _cpu_multiplies_coarsely() -> bool:
     """True if torch's settings allow a CPU to compute float32 products with less precision."""
     if _precision_of is None:
         return torch.get_float32_matmul_precision() != "highest"
-    return any(_precision_of("mkldnn", op) in COARSE_EPS for op in ("matmul", "conv", "rnn"))
-
-
-def _is_exact_on_cpu() -> bool:
-    return not torch.is_autocast_enabled("cpu") and not _cpu_multiplies_coarsely()
+    for op in ("matmul", "conv", "rnn"):
+        if _precision_of("mkldnn", op) in COARSE_EPS:
+            return True
+    return False
 
 
 def product_rounding(device: torch.device, *, of_matrices: bool = False) -> float:
@@ -281,8 +277,9 @@ def exact(method: Method) -> Method:
 
     @wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() and self._device.type == "cpu" and _is_exact_on_cpu():  # most of the time
-            return method(self, *args, **kwargs)
+        if not torch.is_grad_enabled() and self._device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
+            if not _cpu_multiplies_coarsely():  # most of the time
+                return method(self, *args, **kwargs)
         with torch.no_grad(), without_autocast(self._device.type), full_precision(self._device):
             return method(self, *args, **kwargs)
 

@@ -1,21 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words for units of privacy: what is added or removed between neighboring data sets."""
+"""Words that statements share: units of privacy (what is added or removed between neighboring data sets), and times."""
 
 import re
+from datetime import UTC, datetime
 
 ONE_EXAMPLE = "example"  # the usual unit
 ITEM = "one item of the dataset"  # the same, in statements
 # what is used of an owner: of a training, of a training on the user's table, and of synthetic rows
 OF_TRAINING, OF_TABLE, OF_SYNTHESIS = USES = ("of its examples in a step", "rows in a step", "of its rows")
-
-
-def check_unit(where: str, **units: str) -> None:
-    """Raises a ``ValueError`` unless each unit is a word or a few, on one line."""
-    for name, unit in units.items():
-        if not isinstance(unit, str) or not unit.strip() or not unit.isprintable():
-            raise ValueError(
-                f'{where}: {name}={unit!r} must say in words what is added or removed, such as "customer".'
-            )
 
 
 def with_at_most(unit: str, most: int) -> str:
@@ -54,3 +46,18 @@ def unit_of_column(column: str) -> str:
     ['customer', 'customer', 'user', 'paid']
     """
     return re.sub(r"([_ -][iI][dD]|(?<=[a-z0-9])(Id|ID))$", "", column).replace("_", " ").strip() or column
+
+
+def now() -> str:
+    """Returns the time in UTC, by ISO 8601."""
+    return iso(datetime.now(UTC))
+
+
+def iso(moment: datetime) -> str:
+    """Returns a time by ISO 8601."""
+    return moment.isoformat(timespec="seconds")
+
+
+def dated(name: str) -> str:
+    """Returns a name for a new folder: this one and the local time."""
+    return f"{name}-{datetime.now():%Y%m%d-%H%M%S}"

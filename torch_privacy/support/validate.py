@@ -134,3 +134,12 @@ def quoted(names: Iterable[Any], *, at_most: int | None = None) -> str:
     listed = [repr(name) for name in names]
     shown = listed[:at_most]
     return ", ".join(shown) + (f" and {len(listed) - len(shown)} more" if len(shown) < len(listed) else "")
+
+
+def check_unit(where: str, **units: str) -> None:
+    """Raises a ``ValueError`` unless each unit is a word or a few, on one line."""
+    for name, unit in units.items():
+        if not isinstance(unit, str) or not unit.strip() or not unit.isprintable():
+            raise ValueError(
+                f'{where}: {name}={unit!r} must say in words what is added or removed, such as "customer".'
+            )

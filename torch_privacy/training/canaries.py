@@ -26,8 +26,8 @@ from ..support.draws import IN_EVAL
 from ..support.model_state import ModelTensors
 from ..support.own_draws import randperm
 from ..support.validate import Refused
+from .callbacks import Listener
 from .draws import Share
-from .listeners import Listener
 from .rehearsals import Part, one_turn
 from .release import Releases
 from .settings import TrainingSettings

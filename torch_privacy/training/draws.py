@@ -56,6 +56,7 @@ class Draws:
     Attributes:
         sampler: draws examples, or owners.
         indices: step -> those of its examples, canaries that are gradients included.
+        records: step -> the same without these.
         placement: as given.
     """
 
@@ -72,6 +73,7 @@ class Draws:
         self._microbatch_size = settings.performance.microbatch_size
         self._canaries, self.placement = canaries, placement
         self.indices = lru_cache(maxsize=64)(self._present)  # used by loader, loop and fingerprint
+        self.records = self.indices if canaries is None else self._records
 
     def _present(self, step: int) -> np.ndarray:
         indices = self.sampler.indices(step)
@@ -86,10 +88,10 @@ class Draws:
         part = () if self.placement is None or self.placement.num_parts == 1 else (self.placement.part,)
         return self.secret(purpose, *numbers, *part)
 
-    def records(self, step: int) -> np.ndarray:
-        """Returns the indices of a step's examples, without canaries that are gradients."""
+    def _records(self, step: int) -> np.ndarray:
+        assert self._canaries is not None
         indices = self.indices(step)
-        return indices if self._canaries is None else indices[self._canaries.has_record(indices)]
+        return indices[self._canaries.has_record(indices)]
 
     @property
     def by_owner(self) -> bool:

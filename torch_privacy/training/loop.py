@@ -23,25 +23,21 @@ from ..sampling.examples import Examples, examples_of
 from ..sampling.variants import variants_of
 from ..support.validate import Refused, whole
 from ..support.warning import warn
-from .accelerate import check_not_for_accelerate
-from .callbacks import Callback, Callbacks
+from .callbacks import Callback, Callbacks, together
 from .canaries import Observation
 from .correlation import Banded, check_correlated
-from .listeners import together
-from .loop_checks import closed_at_exit, name_of
+from .loop_checks import check_not_for_accelerate, closed_at_exit, name_of
 from .making import Own, agree, make_rehearsals, make_setup, make_state
 from .meeting import Meeting
 from .old_spelling import refuse_unknown
 from .own_noise import OwnNoise, check_setting, stated
-from .performance import USUAL, Performance
 from .placement import placement_of
 from .releaser import Releaser
 from .reporting import Reporting
 from .resuming import Resuming
 from .run_files import Scores
-from .sampling import POISSON, Sampling, sampling_of
-from .schedule import number_of_steps
-from .settings import Clipping, TrainingSettings
+from .sampling import POISSON, Sampling, number_of_steps, sampling_of
+from .settings import USUAL, Clipping, Performance, TrainingSettings
 from .state import StepSums, while_alive
 from .step_run import Run, StepRun
 
@@ -265,7 +261,6 @@ class PrivateTraining(Reporting):
         self.ledger.note_warning()
         self._runs = StepRun(setup, self._state, meeting, listener)
         self._releaser = Releaser(setup, self._state, meeting, listener, self._resuming)
-        self._run: Run | None = None  # of the step in progress
         self._loop: object = None  # the latest iteration, the only one that may go on
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -359,7 +354,7 @@ class PrivateTraining(Reporting):
         """Yields what the loop gets, and _EMPTY after each step with an empty batch; at the end writes the folder."""
         setup, state, runs = self._setup, self._state, self._runs
         self._loop = loop = object()
-        self._forget()
+        self._runs.leave_step()
         with self._runs.meeting.looping():
             state.tensors = setup.tensors()
             state.guard.activate()
@@ -374,7 +369,8 @@ class PrivateTraining(Reporting):
                     if state.releases is not releases:  # at first, and when the steps cannot be repeated
                         releases = state.releases
                         fetched = variants_of(setup.batches, runs.requests(setup.account.steps_allowed))
-                    self._resuming.match_threads()
+                    if self._resuming.machine is not None:
+                        self._resuming.match_threads()
                     total = yield from self._handed_out_by(runs.step(fetched), loop)
                     if total is not None:
                         self._release(total)
@@ -390,7 +386,7 @@ class PrivateTraining(Reporting):
                     raise
             finally:
                 if self._loop is loop:
-                    self._forget()
+                    self._runs.leave_step()
                     state.guard.deactivate()
                     state.rehearsals.watch.end_loop()
                     self._resuming.end_loop()
@@ -399,12 +395,12 @@ class PrivateTraining(Reporting):
 
     def _handed_out_by(self, run: Run, loop: object) -> Generator[Any, None, StepSums | None]:
         """Yields the batches of a run; returns its sums if it ended without one, and else None: `step` has released."""
-        self._run = run
-        while self._run is run:
+        self._runs.run = run
+        while self._runs.run is run:
             try:
                 pending = next(run)
             except StopIteration as end:
-                self._run = None
+                self._runs.run = None
                 return end.value
             assert pending is not None
             with self._runs.recorded(pending):
@@ -417,13 +413,6 @@ class PrivateTraining(Reporting):
                     "once for every batch; after an error, iterate over the training anew."
                 )
         return None
-
-    def _forget(self) -> None:
-        """Ends the step in progress, if there is one, without a release."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.close()
-        self._runs.forget()
 
     def _draw(self, act: Callable[[], None]) -> None:
         """Lets rank 0 write into the budget of the data, if there is one."""
@@ -487,7 +476,7 @@ class PrivateTraining(Reporting):
 
     def _answer(self, losses: Tensor) -> bool:
         """Gives the losses to the run, and makes the release if they are the last of the step."""
-        pending, run = self._runs.pending, self._run
+        pending, run = self._runs.pending, self._runs.run
         if pending is None or run is None:
             raise Refused(
                 "training.step was called without a batch. Call it once for every batch of `for ... in training`."
@@ -496,7 +485,7 @@ class PrivateTraining(Reporting):
         pending.stop()
         total, released = _sums_after(run, losses), False
         if total is not None:
-            self._run = None
+            self._runs.run = None
             released = self._release(total)
             self._runs.is_rehearsal = not released
         pending.waits = False
@@ -560,7 +549,7 @@ class PrivateTraining(Reporting):
         """
         self._resuming.load(state, replay)
         self._loop = None
-        self._forget()
+        self._runs.leave_step()
 
     @contextmanager
     def loading_released_weights(self) -> Iterator[None]:

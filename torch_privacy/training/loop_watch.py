@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -185,7 +184,8 @@ class LoopWatch:
                 if was_batch:
                     return False
                 if is_first:
-                    turn.prepare, is_first = partial(_call, put_back, turn.prepare), False
+                    turn.before.insert(0, put_back)
+                    is_first = False
                 turn.around = self.suspects.watching if turn.is_batch and self.suspects.found else None
                 answers = yield turn
         except StopIteration:
@@ -274,11 +274,6 @@ class LoopWatch:
         return ModelState(self._model, self.moving)
 
 
-def _call(*functions: Callable[[], None]) -> None:
-    for function in functions:
-        function()
-
-
 class _Runs:
     """The runs of one rehearsed batch with earlier contents of the loop's variables."""
 
@@ -315,7 +310,7 @@ class _Runs:
                 yield from self._check_rows(culprits, answers, rows=rows)
                 self._watch.suspects.found += [self._suspect(group) for group in culprits]
                 self._watch.suspects.observe(self._batch.step)
-            turn = Turn(examples.batch, examples.count, is_batch=True, prepare=self._before.restore)
+            turn = Turn(examples.batch, examples.count, is_batch=True, before=[self._before.restore])
             yield self._after_exchange(turn)
 
     def _culprits(self, original: Answers, *, rows: bool) -> Generator[Turn, Answers, list[list[_Other]]]:
@@ -360,8 +355,8 @@ class _Runs:
             if self._batch.fetches:
                 turn.batch = self._fetched_with(exchanged)
 
-        turn = Turn(examples.batch, examples.count, rows=rows)
-        turn.prepare, turn.around = prepare, lambda: self._exchange.exchanging()
+        turn = Turn(examples.batch, examples.count, rows=rows, before=[prepare])
+        turn.around = lambda: self._exchange.exchanging()
         return turn
 
     def _fetched_with(self, others: list[_Other]) -> Any:
@@ -372,7 +367,7 @@ class _Runs:
 
     def _after_exchange(self, turn: Turn) -> Turn:
         """Lets a turn begin as if there had been none with earlier contents."""
-        turn.prepare = partial(_call, self.settle, turn.prepare)
+        turn.before.insert(0, self.settle)
         if turn.is_batch:
             turn.around = self._noting
         return turn

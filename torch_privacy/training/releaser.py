@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import torch
 from torch import Tensor
 
 from ..mechanisms.base import noise_factors
-from ..support.dates import now
 from ..support.random_state import SeededRandomNumbers
 from ..support.validate import Refused
-from .finite import FiniteRows
-from .listeners import Listener
+from ..support.warning import warn
+from .callbacks import Listener
 from .machine import NotRepeated
 from .meeting import Meeting
 from .own_noise import check_law
@@ -33,6 +34,7 @@ class Releaser:
         self._setup, self._state, self._meeting = setup, state, meeting
         self._listener, self._resuming = listener, resuming
         self._finite = FiniteRows()
+        self._ways = {name: str(way) for name, way in setup.settings.ways().items()}
 
     def release(self, total: StepSums) -> bool:
         """Makes the release of a step, and gives the private gradient to the optimizer.
@@ -62,7 +64,7 @@ class Releaser:
         state.num_non_finite += total.left_out
         state.stop_reason = None  # training goes on
         state.step += 1  # before the release is used: if the update is interrupted, its noise is spent
-        state.date = now()
+        state.date = datetime.now(UTC)
         total.sums.clear()
         self._update(release)
         return True
@@ -124,7 +126,7 @@ class Releaser:
         ours, mechanism, step = self._setup.settings, self._setup.mechanism, self._state.step
         actual, planned = mechanism.settings(), self._setup.plan.at(step)
         event = ours.event(mechanism, ours.noise_at(step), step)
-        changed = [name for name, way in ours.ways().items() if actual.get(name, str(None)) != str(way)]
+        changed = [name for name, way in self._ways.items() if actual.get(name, str(None)) != way]
         if event != planned or changed:
             raise Refused(
                 f"PrivateTraining: noise, sampling or clipping={ours.clipping!r} have changed since the start: this "
@@ -142,3 +144,47 @@ class Releaser:
         except Refused as error:
             state.check_diverged(error)
             raise
+
+
+FEWEST = 4  # examples without a finite gradient that cannot be chance
+FIRST_STEPS = 8
+CAUSES = (
+    "Look for NaN or infinity in the data, log(0) or a division by 0 in the loss, and overflow in half precision. An "
+    "example with such a gradient is left out of every sum."
+)
+
+
+class FiniteRows:
+    """Counts the examples with a gradient that is not finite.
+
+    What it says depends on the data, and no epsilon covers it: it is for whoever runs the training.
+    """
+
+    def __init__(self) -> None:
+        self._lost, self._drawn = 0, 0  # examples so far
+        self._in_vain = 0  # examples of the latest batches without a finite gradient
+        self._has_warned = False
+
+    def check(self, step: int, num_lost: int, num_drawn: int) -> None:
+        """Takes the counts of a batch before its release; warns once if half of the examples or more are lost.
+
+        Small batches count together: half of the batch, or of all batches so far, and at least 4 examples.
+
+        Raises:
+            Refused: in one of the first steps, 4 or more examples in a row of batches have no finite gradient.
+        """
+        in_vain = self._in_vain + num_drawn if num_lost >= num_drawn else 0
+        if step < FIRST_STEPS and in_vain >= FEWEST:
+            raise Refused(
+                f"PrivateTraining: none of the examples drawn last, up to step {step}, has a finite gradient. The step "
+                f"would spend epsilon on noise alone, and nothing was released for it. {CAUSES}"
+            )
+        self._in_vain = in_vain
+        self._lost, self._drawn = self._lost + num_lost, self._drawn + num_drawn
+        counts = (num_lost, num_drawn), (self._lost, self._drawn)
+        if self._lost and not self._has_warned and any(lost >= FEWEST and 2 * lost >= drawn for lost, drawn in counts):
+            self._has_warned = True
+            warn(
+                f"PrivateTraining: half of the examples of step {step}, or more, have a gradient that is not finite, "
+                f"so that the step is mostly noise. {CAUSES} training.num_non_finite counts them."
+            )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves and loads the state of a training, and goes on where steps do not repeat."""
+"""Saves and loads the state of a training, which is checked before use, and goes on where steps do not repeat."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from ..mechanisms.base import Mechanism
 from ..mechanisms.noise import is_made_here
-from ..sampling.fingerprint import check_data_of_state, fingerprint_for_state
-from ..support.validate import Refused
+from ..runs.schemas import COUPLED, LOG, TEXT, record
+from ..sampling.fingerprint import STATE_FINGERPRINT, check_data_of_state, fingerprint_for_state
+from ..support.schema import violation
+from ..support.validate import Refused, quoted
 from ..support.warning import warn
 from .machine import Machine, number_of_threads
 from .placement import Whole
 from .release import BEGUN, Keys, Releases, new_keys
 from .run_files import RunFiles
-from .saved_state import check_state
-from .settings import shapes_of
+from .settings import TrainingSettings, shapes_of
 from .state import Setup, State
 
 WHERE = "PrivateTraining.load_state_dict"
@@ -33,6 +35,7 @@ class Resuming:
 
     Attributes:
         files: the run folder, if there is one.
+        machine: on which the steps after the state that was loaded were made; None before a load.
     """
 
     files: RunFiles | None = None
@@ -42,7 +45,7 @@ class Resuming:
         self._ranks = setup.placement.ranks
         self._parameters = shapes_of(state.tensors.trained)  # trained when the training began
         self._data: dict[str, Any] | None = None  # fingerprint of the data, once a state was saved
-        self._machine: Machine | None = None  # on which the steps after the state that was loaded were made
+        self.machine: Machine | None = None
         self._repetition = ExitStack()  # while they are repeated
 
     def new_releases(
@@ -117,7 +120,7 @@ class Resuming:
         keys = bytes.fromhex(saved["noise_key"]), bytes.fromhex(saved["sampler_key"])
         num_lost, since = saved["num_lost"], saved["keys_since"]
         state.use(self.new_releases(keys, since=since, resumed=True, num_lost=num_lost), setup.account)
-        self._machine = Machine(**saved["machine"])
+        self.machine = Machine(**saved["machine"])
         state.step, state.num_non_finite = saved["step_count"], saved["num_non_finite"]
         setup.mechanism.load_state(saved)
         if self.files is not None:
@@ -192,8 +195,8 @@ class Resuming:
     def match_threads(self) -> None:
         """Sets torch's number of threads to the recorded one while steps are repeated, and back afterwards."""
         self._repetition.close()
-        if self._machine is not None and self._state.releases.number(self._state.step) < len(self._setup.ledger):
-            self._repetition.enter_context(number_of_threads(self._machine.threads))
+        if self.machine is not None and self._state.releases.number(self._state.step) < len(self._setup.ledger):
+            self._repetition.enter_context(number_of_threads(self.machine.threads))
 
     def end_loop(self) -> None:
         """Sets torch's number of threads back."""
@@ -209,7 +212,7 @@ class Resuming:
         step, num_steps = state.step, setup.settings.num_steps
         num_lost = len(setup.ledger) - len(setup.settings.prior_releases) - step
         here = Machine.here(state.tensors.trained.values())
-        found = "" if self._machine is None else self._machine.differences(here)
+        found = "" if self.machine is None else self.machine.differences(here)
         state.use(self.new_releases(since=step, num_lost=num_lost), setup.account)
         allowed = setup.account.steps_allowed
         warn(
@@ -222,3 +225,64 @@ class Resuming:
                 else f"{allowed} of {num_steps} steps are made, so that epsilon stays within its limit."
             )
         )
+
+
+KEY = {"type": "string", "pattern": "[0-9a-f]{64}"}
+COUNT = {"type": "integer", "minimum": 0}
+STATE = record(  # what state_dict returns; mechanism and ledger check their own parts further
+    {
+        "format": {"const": 1},
+        "settings": {"type": "object"},
+        "trained": {"type": "object"},
+        "step_count": COUNT,
+        "num_non_finite": COUNT,
+        "moved_otherwise": {"type": "string"},
+        "last_rehearsed": {"type": "integer", "minimum": -1},
+        "coupled": {"oneOf": [COUPLED, {"type": "null"}]},
+        "noise_key": KEY,
+        "sampler_key": KEY,
+        "ledger": {
+            "type": "object",
+            "required": ["ledger", "events", "releases"],
+            "properties": {"releases": {"type": "array", "maxItems": 10**9}},
+        },
+        "machine": record(
+            {**dict.fromkeys(("torch", "processor", "generator"), TEXT), "threads": {"type": "integer", "minimum": 1}}
+        ),
+        "num_lost": COUNT,
+        "keys_since": COUNT,
+        "placement": {"type": "string"},
+        "losses": LOG,
+        "data": STATE_FINGERPRINT,
+        "clipping": {"type": "object"},
+        "projections": {"type": ["string", "null"]},
+    },
+    optional=("losses", "data", "clipping", "projections"),
+    closed=False,
+)
+
+
+def check_state(state: Any, settings: TrainingSettings, mechanism: Mechanism) -> None:
+    """Refuses a state that no training has saved: other entries, types or numbers, or steps that no ledger holds."""
+    wrong = violation(STATE, state)
+    if not wrong and not _is_plain(state["settings"]):
+        wrong = "settings must hold numbers, texts, lists and dictionaries"
+    of_another = not wrong and any(state["settings"].get(key) != value for key, value in mechanism.settings().items())
+    if not wrong and not of_another and (lacking := mechanism.state().keys() - state.keys()):
+        wrong = f"it has no {quoted(sorted(lacking))}"
+    if not wrong and state["step_count"] > settings.num_steps:
+        wrong = f"step_count is {state['step_count']}: must be at most {settings.num_steps}"
+    if not wrong:
+        made, needed = len(state["ledger"]["releases"]), state["step_count"] + len(settings.prior_releases)
+        wrong = f"the ledger holds {made} releases, and {needed} were made" if made < needed else ""
+    if wrong:
+        raise Refused(f"{WHERE}: {wrong}. Load a state that state_dict returned.")
+
+
+def _is_plain(value: Any, depth: int = 6) -> bool:
+    """True for numbers, texts and None in lists and dictionaries of a few levels."""
+    if isinstance(value, dict):
+        return depth > 0 and all(isinstance(key, str) and _is_plain(part, depth - 1) for key, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and all(_is_plain(part, depth - 1) for part in value)
+    return value is None or type(value) in (int, float, str, bool)

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides the setting ``sampling``: how the examples of each batch are drawn, and what a batch costs by that."""
+"""Decides how the examples of a batch are drawn, how many steps there are, and which event a step is priced as."""
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 from .. import privacy
 from ..mechanisms.clipping import Adaptive, MicroBatches
 from ..mechanisms.estimated_norms import Sketched
 from ..mechanisms.scheduled import Schedule, check_schedule, factors_of, unscheduled
 from ..sampling.samplers import BinsSampler, PoissonSampler, Sampler, TruncatedSampler, VaryingSampler
-from ..support.validate import Refused, plain_number, plain_numbers, whole
+from ..support.steps import steps_of
+from ..support.validate import Refused, plain_number, plain_numbers, positive, whole
 
 WHERE = "PrivateTraining"
 WHOLE = 1e-6  # relative distance of n/B to a whole number that is taken for rounding
@@ -277,3 +282,64 @@ def sampling_of(
         return POISSON, size
     mean = num_units / max(1, round(num_units / size))
     return (BallsAndBins(), mean) if abs(mean - size) <= NEAR * size else (POISSON, size)
+
+
+def number_of_steps(num_steps: int | None, epochs: float | None, num_examples: int, batch_size: float) -> int:
+    """Returns the number of steps: the one given, or the smallest with ``epochs * n`` examples drawn on average.
+
+    Raises:
+        ValueError: both or none are given, or ``epochs`` is not a finite number above 0.
+    """
+    if (num_steps is None) == (epochs is None):
+        raise ValueError(f"{WHERE}: num_steps={num_steps!r} and epochs={epochs!r}: give exactly one of the two.")
+    if num_steps is not None or epochs is None:
+        return num_steps  # pyright: ignore[reportReturnType]  # checked above
+    passes, mean_size = plain_number(epochs), plain_number(batch_size)
+    positive(WHERE, epochs=passes, expected_batch_size=mean_size)
+    return steps_of(passes, num_examples, mean_size)
+
+
+@lru_cache
+def under(relation: privacy.NeighboringRelation, event: Any) -> privacy.Event:
+    """Returns the event under another relation; asked for in every step."""
+    return replace(event, neighboring_relation=relation)
+
+
+class StepPlan:
+    """Holds the event of every planned step.
+
+    Args:
+        releases: events in the order of the steps, each with the number of steps that it is for.
+    """
+
+    def __init__(self, releases: Iterable[tuple[privacy.Event, int]]):
+        runs = groupby(releases, key=lambda release: release[0])
+        self.releases = [(event, sum(count for _, count in same)) for event, same in runs]
+        self._ends = [*accumulate(count for _, count in self.releases)]
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @property
+    def is_constant(self) -> bool:
+        """True if all steps have one event."""
+        return len(self.releases) == 1
+
+    def at(self, step: int) -> privacy.Event:
+        """Returns the event of a step; after the last one, that of the last."""
+        return self.releases[min(bisect_right(self._ends, step), len(self.releases) - 1)][0]
+
+    def begun_anew(self, step: int, number: int) -> StepPlan:
+        """Returns the plan where a run begins at a step, as under new keys, with this number in the ledger."""
+        event = self.at(step)
+        if isinstance(event, privacy.BandedGaussian):
+            return StepPlan([*self.between(0, step), (replace(event, run=number), len(self) - step)])
+        if not isinstance(event, privacy.LaterBatch):
+            return self
+        return StepPlan([*self.between(0, step), (event.epoch, 1), *self.between(step + 1, len(self))])
+
+    def between(self, start: int, end: int) -> list[tuple[privacy.Event, int]]:
+        """Returns the releases of the steps from ``start`` up to ``end``, without ``end``."""
+        bounds = [0, *self._ends]
+        counts = [min(high, end) - max(low, start) for low, high in pairwise(bounds)]
+        return [(event, count) for (event, _), count in zip(self.releases, counts, strict=True) if count > 0]

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from .. import privacy
+from ..jacobian.tape import MEMORY_BUDGET
 from ..mechanisms.base import Mechanism
 from ..mechanisms.clipping import ClippingRule, Flat
 from ..mechanisms.estimated_norms import Sketched
@@ -28,9 +29,39 @@ from ..support.validate import Refused, plain_numbers, positive, strictly_betwee
 from ..support.warning import warn
 from .correlation import Banded, resolved
 from .own_noise import StatedNoise
-from .performance import USUAL, Performance
-from .sampling import POISSON, Sampling
-from .schedule import WHERE, StepPlan, under
+from .sampling import POISSON, WHERE, Sampling, StepPlan, under
+
+
+@plain_numbers
+@dataclass(frozen=True, kw_only=True)
+class Performance:
+    """Memory and time of a `PrivateTraining`: these settings change no release but by rounding.
+
+    Args:
+        microbatch_size: largest number of examples handed out at once, to limit memory; the noise stays the same bit
+            for bit, the clipped sum the same up to rounding. None hands out whole batches.
+        memory_budget: peak memory that a step may take, as a multiple of that of non-private training (up to 100) or in
+            bytes; it determines what is kept for the clipped sum.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example:
+        >>> Performance(microbatch_size=256, memory_budget=1.5)
+        Performance(microbatch_size=256, memory_budget=1.5)
+    """
+
+    microbatch_size: int | None = None
+    memory_budget: float = MEMORY_BUDGET
+
+    def __post_init__(self) -> None:
+        positive("Performance", memory_budget=self.memory_budget)
+        if self.microbatch_size is not None:
+            whole("Performance", microbatch_size=self.microbatch_size, at_least=1)
+
+
+USUAL = Performance()  # of a training that gives none
+
 
 Clipping = ClippingRule | Sketched | GEP | BGEP | Scheduled
 

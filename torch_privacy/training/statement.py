@@ -22,7 +22,7 @@ from ..privacy.summary import attacker_as_json, interval_as_json
 from ..support.units import ITEM, OF_TRAINING, owner_in_words
 from ..support.validate import Refused
 from ..support.version import __version__
-from .schedule import StepPlan
+from .sampling import StepPlan
 from .settings import TrainingSettings
 
 MOVED = (

@@ -18,18 +18,20 @@ from ..model_check.rehearsal.turn import Answers, Turn
 from ..sampling.batches import BatchRequest
 from ..sampling.owners import OwnerSampler
 from ..sampling.variants import DatasetExamples
+from ..support.draws import AS_DRAWN
 from ..support.fixed_draws import drawing_in
 from ..support.model_state import MutationGuard
 from ..support.normalization import SmallGroups
 from ..support.random_state import SeededRandomNumbers, owned_by_another, random_position
-from ..support.torch_modes import uncompiled
+from ..support.torch_modes import UNCOMPILED
 from ..support.validate import Refused
 from ..support.warning import warn
+from .callbacks import Listener
 from .draws import Share
-from .hooks import ForwardHooks, Pending
-from .listeners import Listener
 from .loop_checks import (
+    ForwardHooks,
     OneThread,
+    Pending,
     check_still_trained,
     check_user_code,
     equal_rates,
@@ -57,6 +59,7 @@ class StepRun:
         listener: follows the steps.
 
     Attributes:
+        run: of the step in progress.
         pending: the batch that was handed out and waits for its losses.
         part: the (micro)batch in progress.
         turns_made: turns of it that were answered.
@@ -67,6 +70,7 @@ class StepRun:
     def __init__(self, setup: Setup, state: State, meeting: Meeting, listener: Listener):
         self._setup, self._state, self.meeting, self.listener = setup, state, meeting, listener
         self.one_thread = OneThread()
+        self.run: Run | None = None
         self.pending: Pending | None = None
         self.part: Part | None = None
         self.turns_made = 0
@@ -154,6 +158,13 @@ class StepRun:
                 self.forget()
             self.is_rehearsal = True
             yield None
+
+    def leave_step(self) -> None:
+        """Ends the step in progress, if there is one, without its sums."""
+        run, self.run = self.run, None
+        if run is not None:
+            run.close()
+        self.forget()
 
     def forget(self) -> None:
         """Drops the batch in progress, if any, and restores the model."""
@@ -258,7 +269,8 @@ class StepRun:
                 "PrivateTraining: a batch of another training waits for its step, and random numbers and recording are "
                 "set up for that one. Call its step first: run the two loops one after the other, not in a zip."
             )
-        turn.prepare()
+        for act in turn.before:
+            act()
         if turn.is_batch and self.turns_made:
             turn.batch = part.examples.batch  # an earlier turn may have written into the one that it was given
         part.rates = equal_rates(self._setup.optimizer, part.rates)
@@ -267,14 +279,15 @@ class StepRun:
         size, tape = turn.count * setup.settings.views, self._recorder(part, turn)
         contexts, numbers = ExitStack(), None
         try:
-            contexts.enter_context(uncompiled())
+            contexts.enter_context(UNCOMPILED)
             contexts.enter_context(setup.placement.running())
             seed = state.releases.draws.own_secret(b"random numbers", state.step, part.number)
             numbers = SeededRandomNumbers(seed, owner=self)
             if part.rehearsed and part.start is None:
                 part.start = random_position()  # the same before every turn
                 numbers.begin(seed)
-            turn.drawn = contexts.enter_context(drawing_in(setup.model, turn.draws, size))
+            if turn.draws is not AS_DRAWN:
+                turn.drawn = contexts.enter_context(drawing_in(setup.model, turn.draws, size))
             if turn.trace is not None:
                 contexts.enter_context(turn.trace.recording(size))
             if turn.around is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guards the trained weights: only the training's own updates may move them."""
+"""Guards the trained weights, and the optimizer's state: only the training's own updates may move them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,52 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..support.every_step import BEFORE_EVERY_STEP
+from ..support.model_state import Versions, version_of
 from ..support.torch_modes import is_dense
 from ..support.validate import Refused
-from ..support.versions import Versions
 from ..support.warning import warn
-from .in_use import begin_use, end_use, is_in_use
-from .optimizer_state import OptimizerMarks
 from .placement import local_of
+from .placement.base import begin_use, end_use, is_any_in_use, is_in_use
+
+
+class OptimizerMarks:
+    """Remembers the tensors of an optimizer's state, such as momenta, and how often each was written into.
+
+    Writes through ``.data`` are not seen. Counts of steps are left out.
+    """
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = optimizer
+        self._known = {(id(p), key): (value, _version(value)) for p, key, value in self._present()}
+
+    def moved(self, parameters: Mapping[str, Tensor]) -> list[str]:
+        """Returns the names of what is new or was written into since, for these parameters, unless it is zero."""
+        others = [place for place in self._present() if self._is_other(*place)]
+        if not others:
+            return []
+        names = {id(p): name for name, p in parameters.items()}
+        return [
+            f"{key} of {names[id(p)]}" for p, key, value in others if id(p) in names and bool(local_of(value).any())
+        ]
+
+    def _is_other(self, p: Tensor, key: str, value: Tensor) -> bool:
+        known, version = self._known.get((id(p), key), (None, 0))
+        return known is not value or _version(value) != version
+
+    def _present(self) -> list[tuple[Tensor, str, Tensor]]:
+        return [
+            (p, key, value)
+            for p, entries in self._optimizer.state.items()
+            if isinstance(entries, dict)
+            for key, value in entries.items()
+            if key != "step" and isinstance(value, Tensor) and (value.ndim or not p.ndim)
+        ]
+
+
+def _version(value: Tensor) -> int:
+    value = value if type(value) is Tensor else local_of(value)
+    return 0 if value.is_inference() else version_of(value)
+
 
 WHOLE = 4096  # entries up to which all of a parameter are compared
 SAMPLED = 16  # entries of a larger one that are compared, besides the sum of all
@@ -198,13 +237,16 @@ class WeightGuard:
     Args:
         trained: returns the trained parameters by name; must not keep the training alive.
         optimizer: makes the updates; its state may not be written into by other code, either.
+
+    Attributes:
+        seen_otherwise: what is known of moves by other code without looking at the weights; empty if nothing is.
     """
 
     def __init__(self, trained: Callable[[], Mapping[str, Tensor]], optimizer: Optimizer):
         self._trained, self._optimizer = trained, optimizer
         self._optimizer_marks: OptimizerMarks | None = None  # after the last update, or from the start of the loop
         self._marks: WeightMarks | None = None  # after the last update, or from the start of the loop
-        self._moved_otherwise = self._warned_of = ""
+        self.seen_otherwise = self._warned_of = ""
         self._is_own_step = False
         self._leave: Callable[[], None] = lambda: None
 
@@ -217,7 +259,7 @@ class WeightGuard:
             )
 
     def _is_lent(self) -> bool:
-        return is_in_use(self._trained().values())
+        return is_any_in_use() and is_in_use(self._trained().values())
 
     def activate(self) -> None:
         """Refuses the steps of other optimizers from now on."""
@@ -225,7 +267,7 @@ class WeightGuard:
         self.check_not_lent()
         self._leave = BEFORE_EVERY_STEP.add(self._check)
         if self._marks is None:
-            self.accept(self._moved_otherwise)
+            self.accept(self.seen_otherwise)
 
     def deactivate(self) -> None:
         """Lets every step pass again."""
@@ -233,41 +275,36 @@ class WeightGuard:
 
     def reset(self, moved_otherwise: str) -> None:
         """Forgets the weights, before others are loaded; ``moved_otherwise`` is what is known about earlier changes."""
-        self._marks, self._moved_otherwise, self._optimizer_marks = None, moved_otherwise, None
+        self._marks, self.seen_otherwise, self._optimizer_marks = None, moved_otherwise, None
         self._warned_of = moved_otherwise
 
     def accept(self, moved_otherwise: str) -> None:
         """Takes the present weights for its own; ``moved_otherwise`` is what is known about earlier changes."""
-        self._marks, self._moved_otherwise = WeightMarks(self._trained()), moved_otherwise
+        self._marks, self.seen_otherwise = WeightMarks(self._trained()), moved_otherwise
         self._optimizer_marks = OptimizerMarks(self._optimizer)
 
     def moved_otherwise(self, steps_made: int) -> str:
         """Returns when other code was first seen to have moved the weights; empty if it did not."""
-        if self._marks is not None and not self._moved_otherwise and not self._is_lent():
+        if self._marks is not None and not self.seen_otherwise and not self._is_lent():
             step, moved = self._marks.seen_late()
             self._note(*((step, moved) if moved else (steps_made, self._marks.moved())))
-        return self._moved_otherwise
-
-    @property
-    def seen_otherwise(self) -> str:
-        """Returns what is known of moves by other code without looking at the weights; empty if nothing is."""
-        return self._moved_otherwise
+        return self.seen_otherwise
 
     def note_seen(self, steps_made: int, seen_by: Sequence[int]) -> None:
         """Records that other ranks saw their shards change: ``seen_by[r]`` is true if rank r did."""
-        if any(seen_by) and not self._moved_otherwise:
+        if any(seen_by) and not self.seen_otherwise:
             rank = next(rank for rank, seen in enumerate(seen_by) if seen)
-            self._moved_otherwise = f"first seen after step {steps_made}, on rank {rank}"
+            self.seen_otherwise = f"first seen after step {steps_made}, on rank {rank}"
 
     def _note(self, step: int, moved: list[str]) -> bool:
-        if moved and not self._moved_otherwise:
-            self._moved_otherwise = f"first seen after step {step}, in {moved[0]!r}"
+        if moved and not self.seen_otherwise:
+            self.seen_otherwise = f"first seen after step {step}, in {moved[0]!r}"
         return bool(moved)
 
     def _warn_if_new(self) -> None:
-        if self._moved_otherwise != self._warned_of:  # whoever has noted it
-            self._warned_of = self._moved_otherwise
-            warn(MOVED_IN_LOOP.format(self._moved_otherwise))
+        if self.seen_otherwise != self._warned_of:  # whoever has noted it
+            self._warned_of = self.seen_otherwise
+            warn(MOVED_IN_LOOP.format(self.seen_otherwise))
 
     def look(self, parameters: Mapping[str, Tensor], steps_made: int) -> WeightMarks:
         """Notes whether other code has moved the weights since the last update, and warns when it is first seen.

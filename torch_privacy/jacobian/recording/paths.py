@@ -265,14 +265,14 @@ class CallFinder:
         for call in self._calls:
             by_node.setdefault(call.output.edge.node, []).append(call)
         reached: list[Call] = []
-        stack, seen, complete = [graph.root], {graph.root}, True
+        stack, seen, complete, children = [graph.root], {graph.root}, True, graph.children
         while stack:
             node = stack.pop()
             if _may_end(type(node)):
                 complete = self._is_end(node) and complete
             calls = by_node.get(node)
             if calls is None:
-                following = graph.following(node)
+                following = children[node] if node in children else graph.following(node)
             else:
                 following = []
                 for call in calls:

@@ -71,9 +71,10 @@ class Recorder(OpMode):
     ):
         super().__init__()
         self.code, self.parameters = CodePath(), dict(parameters)
+        constants = list(constants)
         self.tensors = KnownTensors(self.parameters, constants, num_examples, filled or FilledTensors())
-        tensors = [*self.parameters.values(), *self.tensors.constants()]
-        self.shards = ShardedTensors(self.tensors, self.parameters) if may_be_parallel(tensors) else None
+        is_parallel = may_be_parallel([*self.parameters.values(), *constants])
+        self.shards = ShardedTensors(self.tensors, self.parameters) if is_parallel else None
         self.program = Program(plain_output if self.shards is None else output_of)
         self.log = CallLog(self.parameters.values(), {} if saved_at is None else saved_at)
         self.reached: set[str] = set()  # names of the parameters that the losses were found to depend on

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ...ops import Use
-from ...support.versions import Versions
+from ...support.model_state import Versions
 from ..parallel.shards import PartsOfCall, WayBack, is_distributed, is_internal, on_this_rank, splits_positions
 from .calls import RunCall, uses_by_fallback, uses_by_rule
 from .functions import tensors_among

@@ -205,6 +205,7 @@ class BlockStream:
                 self._take_use(use, b, layout)
 
     def _take_use(self, use: Use, b: Tensor, layout: AnyLayout) -> None:
+        """Adds a use to its block; once that is complete, decides what is kept of it, and passes it on."""
         key = id(use.weight)
         source = self._work.reached.sources[key]
         op = make_op(use, b, layout, source.names)
@@ -217,11 +218,7 @@ class BlockStream:
         self._awaited[key] -= 1
         if self._awaited[key]:
             self._open[key] = block
-        else:
-            self._finish(block)
-
-    def _finish(self, block: Block) -> None:
-        """Decides what is kept of a block, and passes it on."""
+            return
         if len(block.ops) > 1:
             block.merge()
         is_alone = block.stands_alone and self._sharing[block.names[0]] == 1

@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_leaves
 
 from ...jacobian.recording.calls import edge_of
 from ...ops.tangents import FastTangents
+from ...support.model_state import Versions
 from ...support.random_state import RandomState
 from ...support.torch_modes import tensors_in
-from ...support.versions import Versions
 from .shared_forward import SharedForward
 
 # name -> (g, *shape): g directions; -> (n, g)

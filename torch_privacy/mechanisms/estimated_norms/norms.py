@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...support.notes import NOTES
-from ...support.torch_modes import uncompiled
+from ...support.torch_modes import UNCOMPILED
 from ..noise import KEY_BYTES
 from .directions import Directions
 from .projected import ProjectedRecording, Projector
@@ -79,7 +79,7 @@ def estimate_norms(
         raise ValueError(f"{WHERE}: no parameter of the model requires a gradient. Unfreeze those to be counted.")
     key = secrets.token_bytes(KEY_BYTES)
     recording = ProjectedRecording(_projector(model, setting), trained, Directions(key, 0, 0))
-    with uncompiled(), torch.enable_grad(), _recorded(model, recording):
+    with UNCOMPILED, torch.enable_grad(), _recorded(model, recording):
         losses = losses_of(model, batch)
     found: list[Tensor] = []
 

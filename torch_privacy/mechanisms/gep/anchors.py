@@ -25,7 +25,7 @@ from ...sampling.datasets import check_map_style
 from ...support.model_state import ModelState, ModelTensors, MutationGuard
 from ...support.own_draws import randint, randn, randperm
 from ...support.random_state import RandomState, recording_disabled, seed_random_numbers
-from ...support.torch_modes import uncompiled, without_autocast
+from ...support.torch_modes import UNCOMPILED, without_autocast
 from ...support.validate import Refused, whole
 from .basis import Basis, Columns, balanced_groups, groups_by_prefix, quotas
 from .orthonormal import OrthonormalBasis, RandomStart, orthonormal_combinations, orthonormalize
@@ -212,7 +212,7 @@ class Anchors:
         self._key = key
         guard, state, before = MutationGuard(model), RandomState(), ModelState(model)
         try:
-            with recording_disabled(), uncompiled():
+            with recording_disabled(), UNCOMPILED:
                 basis = self._basis(model, tensors, step)
         except Refused as error:
             raise Refused(f"AnchorSubspace, on the auxiliary data: {error}") from None

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -162,7 +163,7 @@ class Rehearsal:
                 moved.update(marks.changed(self._model))
 
         def run(turn: Turn) -> Generator[Turn, Answers, Answers]:
-            turn.prepare, turn.state = lambda: prepare(turn), before
+            turn.before, turn.state = [partial(prepare, turn)], before
             answers = yield turn
             self._comparison.rounding = max(self._comparison.rounding, answers.rounding)
             return answers

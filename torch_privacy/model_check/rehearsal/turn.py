@@ -51,7 +51,7 @@ class Turn:
     draws: RunDraws = AS_DRAWN
     drawn: Drawn | None = None  # what was drawn in the run
     trace: Trace | None = None  # records what the modules return
-    prepare: Callable[[], None] = lambda: None  # must be called right before the run
+    before: list[Callable[[], object]] = field(default_factory=list)  # what must be called right before the run
     around: Callable[[], AbstractContextManager[None]] | None = None  # entered for the run, and left in ``step``
     state: ModelState | None = None  # of the model before the run, as far as it is put back
     keep: np.ndarray | None = None  # (examples of the batch,) which of them these are, if some were left out

@@ -9,8 +9,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...support.read_file import shown
-from ...support.units import ONE_EXAMPLE, check_unit, plural
-from ...support.validate import InvalidValue, in_range, one_of, plain_number, plain_numbers, positive, whole
+from ...support.units import ONE_EXAMPLE, plural
+from ...support.validate import InvalidValue, check_unit, in_range, one_of, plain_number, plain_numbers, positive, whole
 
 if TYPE_CHECKING:
     from ..pairs.base import DominatingPair, PairBounds

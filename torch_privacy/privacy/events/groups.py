@@ -10,8 +10,8 @@ sampling* (ULS, ``Examples(dataset, owners=...)``) draws persons and clips the m
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...support.units import check_unit, with_at_most
-from ...support.validate import plain_numbers, whole
+from ...support.units import with_at_most
+from ...support.validate import check_unit, plain_numbers, whole
 from ..pairs.base import DominatingPair
 from ..pairs.gaussian import SubsampledGaussianPair
 from ..pairs.group import GroupPair

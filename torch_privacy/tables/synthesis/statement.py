@@ -13,7 +13,7 @@ from ...mechanisms.noise import generators
 from ...privacy.events.base import releases_to_json
 from ...privacy.spent import ALWAYS_PUBLIC, NEVER_COVERED
 from ...privacy.summary import attacker_as_json, interval_as_json
-from ...support.dates import now
+from ...support.units import now
 from ...training.statement import versions
 from .plan import RELATION, SynthesisSettings
 

@@ -7,6 +7,7 @@ number once, by its place among all numbers, and gives each rank the gradient of
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,8 +19,42 @@ from torch import Tensor, nn
 from ...mechanisms.base import Mechanism
 from ...support.contents import local_of as local_of
 from ...support.ranks import Ranks
-from ..in_use import begin_use, end_use, is_in_use
 from .buckets import DEFERRED_BYTES, FlatBucket, InFlight, LocalSums, Slice, buckets_of, by_kind
+
+Used = nn.Module | Tensor
+
+_IN_USE: dict[int, weakref.ref[Used]] = {}  # by id
+
+
+def begin_use(used: Iterable[Used]) -> list[Used]:
+    """Registers these; returns those that were not in use."""
+    new: list[Used] = []
+    for one in used:
+        known = _IN_USE.get(id(one))
+        if known is None or known() is not one:
+            new.append(one)
+    _IN_USE.update(zip(map(id, new), map(weakref.ref, new), strict=True))
+    return new
+
+
+def end_use(used: Iterable[Used]) -> None:
+    """Undoes `begin_use`."""
+    for one in used:
+        _IN_USE.pop(id(one), None)
+
+
+def is_any_in_use() -> bool:
+    """True if anything is in use."""
+    return bool(_IN_USE)
+
+
+def is_in_use(some: Iterable[Used]) -> bool:
+    """True if one of these is in use."""
+    for one in some:
+        known = _IN_USE.get(id(one))
+        if known is not None and known() is one:
+            return True
+    return False
 
 
 class Placement(ABC):

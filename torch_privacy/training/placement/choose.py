@@ -1,18 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out where the weights of a model are, and refuses wrappers that hide them."""
+"""Finds out where the weights of a model are, and refuses wrappers that hide them; places those of ``DDP``."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ...support.gathered_weights import sharded_modules
 from ...support.ranks import Ranks, num_processes
 from ...support.validate import Refused
-from .base import Placement, Whole
+from .base import Placement, Ranked, Whole
+from .buckets import InFlight, LocalSums
+
+
+class Replicated(Ranked):
+    """Every rank has all weights: ``DistributedDataParallel``, with its reducer never used.
+
+    Args:
+        wrapper: the user's wrapped model.
+        ranks: its processes.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel, ranks: Ranks):
+        super().__init__(wrapper.module, ranks)
+        self._wrapper = wrapper
+        self.part = ranks.rank
+        self.num_parts = ranks.size
+        self.in_words = f"DistributedDataParallel over {ranks.size} ranks"
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        wrapper = self._wrapper
+        if not wrapper.require_backward_grad_sync:
+            raise Refused(
+                "PrivateTraining: the loop runs inside of DistributedDataParallel.no_sync(), as in accelerate's "
+                "accumulate. Leave it out: pass Performance(microbatch_size=...), which accumulates the "
+                "clipped sums."
+            )
+        before = wrapper.require_forward_param_sync
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+        try:
+            yield
+        finally:
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = True, before
+
+    def _start(self, sums: LocalSums, flight: InFlight) -> None:
+        self._start_flat(sums.names, sums, flight)
+
+    def gradients(self, mean: dict[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        whole = mean if self._everywhere else self._gather_flat(mean)
+        return {name: whole[name].to(p) for name, p in parameters.items()}
+
+    def replicas(self) -> list[tuple[str, Tensor]]:
+        return [*self.model.named_parameters(), *self.model.named_buffers()]
 
 
 def placement_of(model: Any) -> Placement:
@@ -26,7 +71,6 @@ def placement_of(model: Any) -> Placement:
         return Whole(model)
     from torch.distributed.tensor import DTensor
 
-    from .replicated import Replicated
     from .sharded import Sharded
     from .tensor_parallel import ShardedTensorParallelWeights, TensorParallelWeights
 
