@@ -294,7 +294,7 @@ class StepRun:
                 contexts.enter_context(turn.around())
             guard = MutationGuard(setup.model, setup.tensors_of.tree)
             is_first = state.step + part.number + self.turns_made == 0
-            notes = SmallGroups(setup.model, _warn_of_forward) if is_first else None
+            notes = SmallGroups(setup.model, lambda text: warn(f"PrivateTraining: {text}")) if is_first else None
             pending = Pending(turn, tape, guard, numbers, contexts, notes)
             self.is_rehearsal, self.pending = not turn.is_batch, pending
             place = f"turn {self.turns_made + 1} of part {part.number + 1} of step {state.step}"
@@ -397,7 +397,3 @@ class StepRun:
 
     def _wait_for_losses(self) -> None:
         self.meeting.wait_for_losses(f"turn {self.turns_made} of step {self._state.step}")
-
-
-def _warn_of_forward(text: str) -> None:
-    warn(f"PrivateTraining: {text}")

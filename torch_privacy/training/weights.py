@@ -20,7 +20,7 @@ from ..support.torch_modes import is_dense
 from ..support.validate import Refused
 from ..support.warning import warn
 from .placement import local_of
-from .placement.base import begin_use, end_use, is_any_in_use, is_in_use
+from .placement.base import begin_use, end_use, is_in_use
 
 
 class OptimizerMarks:
@@ -259,7 +259,7 @@ class WeightGuard:
             )
 
     def _is_lent(self) -> bool:
-        return is_any_in_use() and is_in_use(self._trained().values())
+        return is_in_use(self._trained().values())
 
     def activate(self) -> None:
         """Refuses the steps of other optimizers from now on."""

@@ -295,12 +295,12 @@ class SumByBackward:
         theirs = outer_product(self._confirming[name], total)
         self._differences.append((name, (theirs - product).abs(), scale))
 
-    def conclude(self, squares: Tensor | None) -> None:
+    def conclude(self, squares: Tensor) -> None:
         """Raises ``Refused`` unless the sums are those of the rows (of these squared norms) that gave the factors.
 
         Rounding is relative to all parameters, because a gradient that is zero but for rounding has no size of its own.
         """
-        if not self._differences or squares is None or self._factors is None:
+        if not self._differences or self._factors is None:
             return
         names, differences, scales = zip(*self._differences, strict=True)
         self._differences = []

@@ -285,7 +285,8 @@ class GroupSums:
         if request.clip is not None:
             squares = jacobian.squared_norms(final=False) if any(map(_native, blocks)) else None
             self.sums |= request.clip(jacobian, label)
-            work.native.conclude(squares)
+            if squares is not None:
+                work.native.conclude(squares)
         if work.budget is not None:
             work.budget.release(self._held[label])
 

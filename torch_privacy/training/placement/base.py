@@ -43,11 +43,6 @@ def end_use(used: Iterable[Used]) -> None:
         _IN_USE.pop(id(one), None)
 
 
-def is_any_in_use() -> bool:
-    """True if anything is in use."""
-    return bool(_IN_USE)
-
-
 def is_in_use(some: Iterable[Used]) -> bool:
     """True if one of these is in use."""
     for one in some:
