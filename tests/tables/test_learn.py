@@ -30,9 +30,9 @@ from torch_privacy.mechanisms.histograms import (
 from torch_privacy.privacy import ZeroConcentrated
 from torch_privacy.tables import Column, Encoder, Schema, TableError, learn, mechanisms, ranges
 from torch_privacy.tables import learn as _learn_function
-from torch_privacy.tables.bounds import ends_of_days, rounded, with_margin
 from torch_privacy.tables.mechanisms import CountNoise
 from torch_privacy.tables.price import LearningBudget
+from torch_privacy.tables.ranges import ends_of_days, rounded, with_margin
 
 N = 4000
 MUCH = {"epsilon": 20.0, "delta": 1e-6}  # little noise, so that what is found is almost certain

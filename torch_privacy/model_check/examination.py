@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provides ``check``, which verifies a model and its losses on one batch before any training."""
+"""Provides ``check``, which verifies a model and its losses on one batch before training, and its findings."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 from ..jacobian.layouts.known import Layouts
 from ..jacobian.recording.coverage import CodePath
 from ..jacobian.recording.paths import check_losses
+from ..jacobian.rows.operator import PlanRow
 from ..jacobian.tape import Tape
 from ..sampling.variants import CollatedExamples
 from ..support.fixed_draws import drawing_in
@@ -25,8 +26,7 @@ from ..support.normalization import SmallGroups
 from ..support.random_state import RandomState, SeededRandomNumbers, frozen, random_position, seeded
 from ..support.torch_modes import UNCOMPILED, tensors_in
 from ..support.validate import Refused, quoted
-from .checkup import Checkup
-from .findings import Findings, Refusal
+from .checkup import EXACT, NOT_CHECKED, REFUSED, Checkup, ParameterUse, Problem, Verdict
 from .recorded_run import RecordedRun, message_of
 from .rehearsal.comparison import coarsest_rounding
 from .rehearsal.kept import draw_halves
@@ -294,3 +294,56 @@ def _kind(refusal: str) -> str:
 def _first_line(error: Exception) -> str:
     """Returns the type and the first line of an error."""
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(" .:") + "."
+
+
+Refusal = tuple[tuple[str, ...], str]  # names of the parameters concerned, and the message
+
+
+class Findings:
+    """Collects the findings of one ``check``.
+
+    Attributes:
+        problems, notes: in the order in which they were found.
+        meetings: name of a parameter -> the calls that use it.
+        plan: how norms and sums of the exact parameters are computed.
+        exact: names of the parameters with exact rows.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self.meetings: dict[str, tuple[ParameterUse, ...]] = {}
+        self.plan: list[PlanRow] = []
+        self.exact: Sequence[str] = ()
+
+    def blame(self, check: str, text: str, names: tuple[str, ...] = ()) -> None:
+        """Reports a problem."""
+        self.problems.append(Problem(check, names, text))
+
+    def passes(self, check: str, names: tuple[str, ...], run: Callable, *args: Any) -> bool:
+        """True if ``run(*args)`` passes; reports its refusal as a problem of these parameters otherwise."""
+        try:
+            run(*args)
+        except Refused as error:
+            self.blame(check, message_of(error), names)
+            return False
+        return True
+
+    def blame_all(self, refusals: list[Refusal]) -> None:
+        """Reports refusals of one kind as one problem."""
+        (first, text), *others = refusals
+        more = [name for names, _ in others for name in names]
+        also = f" The same holds for {quoted(more, at_most=5)}." if more else ""
+        self.blame("parameters", text + self._in_modules(first) + also, (*first, *more))
+
+    def _in_modules(self, names: Sequence[str]) -> str:
+        """Returns a sentence with the modules that use these parameters; empty if there is none."""
+        modules = {met.module for name in names for met in self.meetings.get(name, ()) if met.module}
+        return f" (In module {quoted(sorted(modules))}.)" if modules else ""
+
+    def verdict(self, name: str, p: Tensor) -> Verdict:
+        """Returns the verdict on one parameter."""
+        refused = any(name in problem.names for problem in self.problems)
+        verdict = REFUSED if refused else EXACT if name in self.exact else NOT_CHECKED
+        plan = tuple(row for row in self.plan if name in row.names)
+        return Verdict(name, tuple(p.shape), self.meetings.get(name, ()), plan, verdict)

@@ -26,10 +26,9 @@ from ..support.contents import MISSING, same
 from ..support.model_state import ModelState
 from ..support.validate import Refused
 from .bystanders import OtherOptimizers
-from .loop_causes import CauseSearch
 from .loop_contents import Exchange, Former, content_of
 from .loop_rows import OtherRows, reads_others
-from .loop_suspects import Counts, Suspect, Suspects, grouped
+from .loop_suspects import CauseSearch, Counts, Suspect, Suspects, grouped
 from .loop_variables import (
     Finder,
     Variable,

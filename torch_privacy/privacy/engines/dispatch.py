@@ -11,7 +11,7 @@ The first of these that can answer does:
 5. the sum of what the parts cost one by one (`combine.SumOfParts`).
 
 Where the bracket of 3. to 5. is wide, products of merged outcomes narrow it (`merged`). Where
-δ is tiny, moments bound Gaussian steps from above (`moment_bound`).
+δ is tiny, moments bound Gaussian steps from above (`log_moments`).
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ from .combine import (
 from .curve import ClosedFormCurve, Curve, NoPromise, NoRelease
 from .fft import LatticeEngine
 from .heavy_tail import HeavyTailCurve, TruncatedLatticeCurve, add_curve
+from .log_moments import BoundedByMoments
 from .merged import MergedEngine, SharpenedCurve
-from .moment_bound import BoundedByMoments
 
 Steps = Sequence[tuple[DominatingPair, int]]
 METHODS = ("auto", "contour", "lattice")

@@ -17,13 +17,16 @@ from torch_privacy.runs import table
 from torch_privacy.runs.folder import NO_DIGESTS
 from torch_privacy.runs.quality import headlines, warnings_of
 from torch_privacy.runs.report import audit, html, table_sections, training_plots, words
-from torch_privacy.runs.report.calibration import calibration_plots
 from torch_privacy.runs.report.training_plots import NOT_PRIVATE, Training
 from torch_privacy.runs.rows import folder_name, rows_folder
 from torch_privacy.support.read_file import read_bytes
 
 if TYPE_CHECKING:
     from torch_privacy.runs.folder import RunFolder
+from collections.abc import Mapping
+
+from torch_privacy.runs.report.style import PAGE_FAINT
+from torch_privacy.runs.report.training_plots import FIRST, as_svg, new_axes
 
 LARGEST_DRAWING = 2**24  # bytes
 MOST_HEADLINES = 3  # scores shown large
@@ -208,3 +211,20 @@ def _headline(run: Training) -> str:
 def _plain(value: Any) -> str:
     """Returns a setting as plain text."""
     return ("no", "yes")[value] if isinstance(value, bool) else f"{value}"
+
+
+def calibration_plots(results: Mapping[str, Any]) -> list[str]:
+    """Returns the calibration curve as SVG: observed over predicted shares, with standard errors; [] if it has none."""
+    quality = results.get("quality", {})
+    curve = quality.get("calibration")
+    if not curve:
+        return []
+    positive = quality.get("positive")
+    what = "of the predicted class" if positive is None else f"of {positive!r}"
+    figure, axes = new_axes("Calibration on the test rows", f"predicted probability {what}, %", "observed, %")
+    predicted, observed, error = ([100 * one[name] for one in curve] for name in ("predicted", "observed", "error"))
+    end = 1.08 * max(*predicted, *observed, 1e-6)
+    axes.plot([0, end], [0, end], color=PAGE_FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.errorbar(predicted, observed, error, color=FIRST, marker="o", markersize=5, linewidth=1.2, capsize=2)
+    axes.set(xlim=(0, end), ylim=(0, end))
+    return [as_svg(figure)]

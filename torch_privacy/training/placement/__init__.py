@@ -6,6 +6,6 @@ from .base import Ranked as Ranked
 from .base import Whole as Whole
 from .base import is_held as is_held
 from .base import local_of as local_of
+from .base import reshard as reshard
+from .base import shard_of as shard_of
 from .choose import placement_of as placement_of
-from .shards import reshard as reshard
-from .shards import shard_of as shard_of

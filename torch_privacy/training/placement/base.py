@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from ...mechanisms.base import Mechanism
 from ...support.contents import local_of as local_of
+from ...support.gathered_weights import sharded_modules
 from ...support.ranks import Ranks
+from ...support.validate import Refused
 from .buckets import DEFERRED_BYTES, FlatBucket, InFlight, LocalSums, Slice, buckets_of, by_kind
 
 Used = nn.Module | Tensor
@@ -240,3 +242,33 @@ class Ranked(Placement):
 def is_held(model: nn.Module) -> bool:
     """True while a training computes a step with a model, or with one of which this is a part."""
     return is_in_use(model.modules())
+
+
+def shard_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """Returns this rank's shard of a tensor, which is whole or sharded as ``like`` is; without communication.
+
+    Raises:
+        Refused: it is sharded otherwise.
+    """
+    mesh, placements = getattr(like, "device_mesh", None), getattr(like, "placements", ())
+    theirs = getattr(tensor, "placements", None)
+    if theirs is not None and (theirs, getattr(tensor, "device_mesh", None)) != (placements, mesh):
+        raise Refused(
+            f"a shard {theirs} of a tensor of shape {tuple(tensor.shape)} cannot become one {placements or 'of none'}. "
+            "Load the state with torch.distributed.checkpoint, which moves shards between ranks."
+        )
+    if mesh is None or theirs is not None:
+        return local_of(tensor)
+    for dim, placement in enumerate(placements):
+        if placement.is_shard():
+            size = tensor.shape[placement.dim]
+            each = -(-size // mesh.size(dim))
+            start = min(mesh.get_local_rank(dim) * each, size)
+            tensor = tensor.narrow(placement.dim, start, min(each, size - start))
+    return tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the whole weights that a forward has left, so that the model's parameters are shards."""
+    for unit in sharded_modules(model):
+        unit.reshard()
