@@ -27,7 +27,7 @@ from .callbacks import Callback, Callbacks, together
 from .canaries import Observation
 from .correlation import Banded, check_correlated
 from .loop_checks import check_not_for_accelerate, closed_at_exit, name_of
-from .making import Own, agree, make_rehearsals, make_setup, make_state
+from .making import Own, agree, make_rehearsals, make_setup
 from .meeting import Meeting
 from .old_spelling import refuse_unknown
 from .own_noise import OwnNoise, check_setting, stated
@@ -38,7 +38,7 @@ from .resuming import Resuming
 from .run_files import Scores
 from .sampling import POISSON, Sampling, number_of_steps, sampling_of
 from .settings import USUAL, Clipping, Performance, TrainingSettings
-from .state import StepSums, while_alive
+from .state import StepSums, make_state, while_alive
 from .step_run import Run, StepRun
 
 _END = object()  # of a loop

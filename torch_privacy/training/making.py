@@ -31,7 +31,7 @@ from ..support.model_state import attribute_tensors
 from ..support.validate import Refused
 from .agreement import check_ranks
 from .bound_data import reserve
-from .bystanders import OtherOptimizers, OutsideForwards
+from .bystanders import OtherOptimizers
 from .loop_checks import without_accelerate
 from .loop_watch import LoopWatch
 from .machine import Machine
@@ -43,9 +43,8 @@ from .run_files import RunFiles, open_files
 from .run_settings import settings_of
 from .sampling import WHERE, StepPlan
 from .settings import TrainingSettings, check_scheduler, open_ledger
-from .state import ReachedParameters, Setup, State, optimized, while_alive
+from .state import Setup, State, while_alive
 from .statement import Account
-from .weights import WeightGuard, padding_rows
 
 AGREED = "test_seed", "target_epsilon", "delta", "budget", "microbatch_size", "assume_independent"
 
@@ -162,16 +161,6 @@ def reserve_plan(
         ledger=ledger.path,
     )
     return replace(found, reserved=tuple(releases))
-
-
-def make_state(setup: Setup) -> State:
-    """Returns the state of a training before its first step, which has no releases and rehearsals yet."""
-    tensors = setup.tensors()
-    reached = ReachedParameters(padding_rows(setup.model, tensors.trained), setup.mechanism)
-    state, placement = State(tensors, reached, OutsideForwards(setup.batches)), setup.placement
-    trained = while_alive(state, lambda present: optimized(placement, present.tensors), {})
-    state.guard = WeightGuard(trained, setup.optimizer)
-    return state
 
 
 def agree(setup: Setup, state: State, files: RunFiles | None, resuming: Resuming) -> RunFiles | None:

@@ -44,7 +44,11 @@ class Releaser:
         setup, state = self._setup, self._state
         step, releases = state.step, state.releases
         try:
-            setup.account.check_unsettled()
+            if setup.account.is_settled:
+                raise Refused(
+                    "PrivateTraining: the stop was declared, so that the budget of the data has the rest of this "
+                    "training's reservation back. Begin a new training."
+                )
             self._check_unchanged()
             self._check_finite(total)
             release, places = self._meeting.take(self._listener.completed(total.sums, state))

@@ -34,7 +34,7 @@ from .release import Releases
 from .sampling import StepPlan
 from .settings import TrainingSettings
 from .statement import Account, TrainingProgress
-from .weights import WeightGuard
+from .weights import WeightGuard, padding_rows
 
 PATIENCE = 8  # batches that may miss a parameter, if random numbers or the data may decide which layers are run
 WARNED = (
@@ -266,3 +266,13 @@ def while_alive(owner: Any, read: Callable[[Any], Any], default: Any) -> Callabl
         return default if alive is None else read(alive)
 
     return read_if_alive
+
+
+def make_state(setup: Setup) -> State:
+    """Returns the state of a training before its first step, which has no releases and rehearsals yet."""
+    tensors = setup.tensors()
+    reached = ReachedParameters(padding_rows(setup.model, tensors.trained), setup.mechanism)
+    state, placement = State(tensors, reached, OutsideForwards(setup.batches)), setup.placement
+    trained = while_alive(state, lambda present: optimized(placement, present.tensors), {})
+    state.guard = WeightGuard(trained, setup.optimizer)
+    return state

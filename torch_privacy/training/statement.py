@@ -58,6 +58,9 @@ class Account:
         reservation: in the budget of the data, if there is one.
         shows_owners: whether it is public who owns each example.
 
+    Attributes:
+        is_settled: whether the training has given back the rest of its reservation, so that it may release no more.
+
     Raises:
         Refused: the budget does not allow one step.
     """
@@ -74,7 +77,7 @@ class Account:
     ):
         self._settings, self._plan, self._ledger, self._ranks = settings, plan, ledger, ranks
         self._at_first, self._num_lost = plan, 0
-        self._reservation, self._is_settled = reservation, False
+        self._reservation, self.is_settled = reservation, False
         self._shows_owners = shows_owners
         self.steps_allowed = self._steps_allowed()
         self._planned: tuple[Any, privacy.Profile] | None = None
@@ -126,20 +129,12 @@ class Account:
         if self._reservation is not None:
             self._reservation.begin()
 
-    def check_unsettled(self) -> None:
-        """Refuses a release after the training has given back the rest of its reservation."""
-        if self._is_settled:
-            raise Refused(
-                "PrivateTraining: the stop was declared, so that the budget of the data has the rest of this "
-                "training's reservation back. Begin a new training."
-            )
-
     def settle(self, reason: str = "") -> None:
         """Gives back what the training has not released of its reservation, and will not."""
         reservation = self._reservation
         if reservation is None:
             return
-        self._is_settled = True
+        self.is_settled = True
         drawn = reservation.drawn
         if drawn is None or drawn.settled is not None:
             return

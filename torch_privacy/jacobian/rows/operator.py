@@ -166,24 +166,21 @@ class Jacobian:
 
     # The three questions
 
+    @exact
     def squared_norms(self, names: tuple[str, ...] | None = None, *, final: bool = True) -> Tensor:
         """Returns the squared norms of the rows (n,) over all parameters, or over those named.
 
-        On a GPU some may have to be computed a second time, for which the host waits. Unless ``final`` these are NaN.
+        On a GPU some may have to be computed a second time, where a Gram matrix was inaccurate, and the host waits for
+        that. Unless ``final`` these are NaN.
         """
         wanted = set(self._parameters if names is None else names)
-        total = self._squared_norms(wanted, settled=False)
+        total = self._ranks.squared_norms(self._squared_norms_here, wanted)
         if final and total.device.type != "cpu" and total.isnan().any():
-            total = self._squared_norms(wanted, settled=True)
+            for block in self._split(wanted)[0]:
+                if not block.answers_jointly:
+                    block.settle()
+            total = self._ranks.squared_norms(self._squared_norms_here, wanted)
         return total
-
-    @exact
-    def _squared_norms(self, wanted: set[str], *, settled: bool) -> Tensor:
-        """Returns the squared norms (n,); if ``settled``, computed again where a Gram matrix was inaccurate."""
-        for block in self._split(wanted)[0] if settled else ():
-            if not block.answers_jointly:
-                block.settle()
-        return self._ranks.squared_norms(self._squared_norms_here, wanted)
 
     @exact
     def check_equal(self) -> None:
