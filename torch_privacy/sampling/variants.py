@@ -55,13 +55,9 @@ class DatasetExamples:
         """Returns the generator that chooses the kept examples and the replacements."""
         return np.random.Generator(np.random.PCG64DXSM(int.from_bytes(self._request.seed_for("others"), "big")))
 
-    @property
+    @cached_property
     def drawn_together(self) -> bool:
         """Implements `BatchVariants`."""
-        return self._drew_in_collate
-
-    @cached_property
-    def _drew_in_collate(self) -> bool:
         return self._drew("collate", self._fetched.ends[1])
 
     def whole(self, draws: RunDraws) -> Any:
