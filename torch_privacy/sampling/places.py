@@ -13,7 +13,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, TensorDataset
 
-from ..support.contents import copied, has_entries, same
+from ..support.contents import copied, has_entries, plain_type, same, values_in
+from ..support.held_state import SIMPLE
 from ..support.model_state import Versions
 from .datasets import ChosenByOwners, source_of
 from .fingerprint import KEY_BYTES, MOST_SECONDS, digest_of_item
@@ -45,13 +46,20 @@ class KeptRows:
 class KeptItems:
     """Digests of some items of any data set, fetched with the same random numbers each time.
 
+    They are made anew where a plain setting of the data set has changed, such as the epoch that its augmentation reads.
+
     Args:
         dataset: map-style.
         indices: of the items; those that differ from one time that they are fetched to the next are left out.
     """
 
     def __init__(self, dataset: Any, indices: list[int]):
-        self._dataset, self._turn = dataset, 0
+        self._dataset, self._turn, self._indices = dataset, 0, indices
+        self._keep()
+
+    def _keep(self) -> None:
+        dataset, indices = self._dataset, self._indices
+        self._settings, self._turn = [*_plain_in(dataset)], 0
         self._items: list[tuple[int, bytes]] = []
         start = time.monotonic()
         for index in indices:
@@ -69,6 +77,8 @@ class KeptItems:
 
     def are_current(self) -> bool:
         """True if an item, another one in each call, is what it was."""
+        if [*_plain_in(self._dataset)] != self._settings:
+            self._keep()
         if not self._items:
             return True
         index, digest = self._items[self._turn]
@@ -162,3 +172,14 @@ def _most(bytes_of_row: int) -> int:
 
 def _bytes_of(value: Any) -> int:
     return value.nbytes if isinstance(value, (torch.Tensor, np.ndarray)) and has_entries(value) else 0
+
+
+def _plain_in(value: Any, depth: int = 4) -> Iterator[Any]:
+    """Yields the plain values among an object's attributes, in its containers and in objects within."""
+    if type(value) in SIMPLE:
+        yield value
+    elif depth and not isinstance(value, (torch.Tensor, np.ndarray)):
+        held = values_in(value) if plain_type(value) is not None else [*getattr(value, "__dict__", {}).values()]
+        if len(held) <= KEPT_ENTRIES:
+            for part in held:
+                yield from _plain_in(part, depth - 1)

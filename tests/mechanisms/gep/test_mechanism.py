@@ -6,6 +6,7 @@ import math
 from functools import partial
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,6 +61,12 @@ def noise_of(training, step):
 def without_noise(training):
     training._state.releases.noise.add_to = lambda *_: None
     return training
+
+
+def drawing(training, indices):
+    """Makes all batches of these examples."""
+    draws = training._state.releases.draws
+    draws.indices = draws.records = lambda step: indices
 
 
 def clipped(rows, bound):
@@ -205,7 +212,7 @@ def test_one_example_moves_the_release_by_at_most_root_two_bounds(left_out):
 def test_empty_batches_release_noise_alone_with_its_two_deviations():
     """The residual's noise inside the subspace is removed."""
     training = gep_training(expected_batch_size=8, num_steps=300, noise_multiplier=2.0)
-    training._state.releases.draws.indices = lambda step: torch.zeros(0, dtype=torch.int64).numpy()
+    drawing(training, np.zeros(0, np.int64))
     released, begin = [], training._setup.mechanism.gradient
 
     def noted(release):
@@ -348,7 +355,7 @@ def test_gradients_that_are_not_finite_are_left_out_and_counted(kind):
         for dataset in (all_examples, others)
     ]
     for training in trainings:
-        training._state.releases.draws.indices = lambda step, n=training.settings.num_examples: torch.arange(n).numpy()
+        drawing(training, np.arange(training.settings.num_examples))
         train(training)
     torch.testing.assert_close(*map(parameters_of, trainings))
     assert [training.num_non_finite for training in trainings] == [1, 0]
