@@ -109,10 +109,14 @@ def _detached(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _as_data(state: Tensor) -> Tensor:
-    """Returns the state; adds zeros to a state made from parameters, so that the tape records its first use."""
-    if not state.requires_grad:
-        return state
-    with torch._C.DisableTorchFunction():  # the tape would treat new zeros as a constant
+    """Returns the state as data; adds zeros to one made from parameters, so that the tape records its first use.
+
+    The tape would treat new zeros as a constant, and their product with a weight as one that has entries of its own for
+    every example: rows of these take much longer than those of a linear layer.
+    """
+    with torch._C.DisableTorchFunction():
+        if not state.requires_grad:
+            return state.clone()
         zeros = torch.zeros(state.shape, dtype=state.dtype, device=state.device)
     return state + zeros
 
