@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 import torch
@@ -99,6 +100,16 @@ def test_a_private_search_states_one_event_for_all_its_runs(tmp_path, monkeypatc
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "ledger.jsonl", "model.safetensors", "privacy.json", "results.json", "settings.json"
     }  # fmt: skip
+
+
+def test_a_private_search_does_not_say_how_long_it_took_and_so_how_many_runs_it_made(tmp_path, monkeypatch):
+    last = {"date": "2099-01-01T00:00:00+00:00", "treated_as_public": [], "not_covered": []}  # of the run that won
+    monkeypatch.setattr(PrivateSearch, "_one_run", lambda self, number: (1.0, {"model": b"", "statement": last}))
+    folder = tmp_path / "run"
+    PrivateSearch("adult", [{"learning_rate": 0.1}], noise_multiplier=0.8, **LAW, **FEW).run(RunFolder(folder))
+    start = datetime.fromisoformat(json.loads((folder / "privacy.json").read_text())["date"])
+    (date,) = {path.stat().st_mtime for path in (folder, *folder.iterdir())}
+    assert start == datetime.fromtimestamp(date, UTC).replace(microsecond=0)
 
 
 @pytest.mark.thorough

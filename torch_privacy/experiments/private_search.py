@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -80,8 +81,10 @@ class PrivateSearch:
 
         The ledger has its price before the first run; nothing else is written before the search has ended. Its
         running time shows roughly how many runs were made, so it must be kept from anybody who must not know that
-        number. Its price is drawn from the ``budget`` of the data, if there is one.
+        number: statement and files have the date of the start. Its price is drawn from the ``budget`` of the data, if
+        there is one.
         """
+        start = datetime.now(UTC)
         if budget is not None:
             budget.check([(self.event, 1)])
         folder.create()
@@ -100,17 +103,19 @@ class PrivateSearch:
                     "search: the number of runs drawn was 0, which costs as much as any other number: "
                     f"{folder.ledger} has the price. Use --stopping geometric or logarithmic, which make at least one."
                 )
-            os.utime(folder.ledger)  # else its date says how long the search took
             results = self._results(found.candidate, found.score)
             folder.write_model(found.result["model"])
             drawn = {} if budget is None else {"data_budget": budget.state.as_json()}
-            folder.write_json(folder.privacy, self._statement(found.result["statement"], results) | drawn)
+            statement = self._statement(found.result["statement"], results)
+            folder.write_json(folder.privacy, statement | {"date": start.isoformat(timespec="seconds")} | drawn)
             settings = asdict(self.candidates[found.candidate])
             folder.write_settings({"experiment": self._experiment, **settings}, folder.write_json)
             folder.write_checked(folder.results, results)
             return results
         finally:
             folder.unlock()
+            for path in (*folder.path.iterdir(), folder.path):  # else their dates say how long the search took
+                os.utime(path, (start.timestamp(),) * 2)
 
     def _checked_task(self) -> Task:
         """Returns the first candidate's task; raises a ``ValueError`` if the search cannot price its runs."""
