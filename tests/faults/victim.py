@@ -262,9 +262,11 @@ def result(folder: Path) -> dict[str, Any]:
     """Returns what a run has made, without times."""
     names = {path.name for path in folder.iterdir()}
     found: dict[str, Any] = {"files": sorted(names - {"lock"})}  # it is empty, and stays after a kill at its removal
-    for name in ("ledger.jsonl", "metrics.csv", "model.safetensors"):
+    for name in ("ledger.jsonl", "model.safetensors"):
         if (folder / name).exists():
             found[name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    if (folder / "metrics.csv").exists():
+        found["metrics.csv"] = [line.rpartition(",")[0] for line in (folder / "metrics.csv").read_text().splitlines()]
     if (folder / "results.json").exists():
         results = json.loads((folder / "results.json").read_text())
         timed = ("seconds", "files", "check")  # times, and digests of files that hold them

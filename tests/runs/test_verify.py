@@ -306,7 +306,7 @@ SEALED = {  # name -> (what is changed before the digests are computed again, a 
     "settings: a test seed": (settings(value("test_seed", to=1)), "it says that it is private"),
     "metrics: epsilon lowered": (
         lambda run: run.folder.metrics.write_text(
-            "\n".join([*run.folder.metrics.read_text().splitlines()[:-1], f"private,6,{STEPS},0.5,,,0.1,0.2", ""])
+            "\n".join([*run.folder.metrics.read_text().splitlines()[:-1], f"private,6,{STEPS},0.5,,,0.1,0.2,0", ""])
         ),
         "metrics.csv: epsilon",
     ),

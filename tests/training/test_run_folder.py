@@ -27,6 +27,7 @@ from torch_privacy import privacy
 from torch_privacy.cli import run
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.runs.metrics import MOST_ROWS, Log
+from torch_privacy.runs.reading import sha256
 from torch_privacy.runs.report import render as report
 from torch_privacy.runs.report import training_plots
 from torch_privacy.runs.report.render import render
@@ -92,6 +93,25 @@ def trained(folder):
         if not training.rehearsing:
             losses.setdefault(step, []).extend(own.tolist())
     return training, losses
+
+
+def test_results_have_nothing_of_one_example(tmp_path):
+    """They said that the loss of an epoch was infinite, and their digest of the losses confirmed a guess of these."""
+    (tmp_path / "again").mkdir()
+    training = new(tmp_path / "run")
+    for x, y in training:
+        training.step(cross_entropy(training.model, x, y) + math.inf)  # the gradient is that of before
+    assert not any(math.isfinite(row.loss) for row in rows_in(tmp_path / "run"))
+    assert results_in(tmp_path / "run")["diverged"] is False
+    RunFolder(tmp_path / "again").write_metrics(rows_in(tmp_path / "run"))  # as who has guessed the losses may do
+    assert sha256(tmp_path / "again/metrics.csv") != results_in(tmp_path / "run")["files"]["metrics.csv"]
+
+
+def test_weights_that_have_diverged_are_in_the_results(tmp_path):
+    training = new(tmp_path, num_steps=2, optimizer=None)
+    training.optimizer.param_groups[0]["lr"] = 1e9
+    train(training)
+    assert results_in(tmp_path)["diverged"] is True
 
 
 def test_the_loop_writes_every_file_after_its_last_step(finished):
@@ -282,8 +302,8 @@ def test_a_resumed_training_writes_what_an_undisturbed_one_writes(finished, tmp_
     again.load_state_dict(state)
     again.model.load_state_dict(model)
     train(again)
-    for name in ("metrics.csv", "model.safetensors"):
-        assert (tmp_path / name).read_bytes() == (finished[0] / name).read_bytes()
+    assert (tmp_path / "model.safetensors").read_bytes() == (finished[0] / "model.safetensors").read_bytes()
+    assert rows_in(tmp_path) == rows_in(finished[0])
     results = results_in(tmp_path)
     assert results["privacy"] == results_in(finished[0])["privacy"]
     last = new(tmp_path)  # a script that is started once more

@@ -38,6 +38,7 @@ from torch_privacy.training.machine import number_of_threads
 from torch_privacy.training.run_writer import fingerprint_in, size_of, try_page, write_run
 from torch_privacy.training.saved_model import weights_of, without_wrapper
 from torch_privacy.training.secret_file import check_parts, load_parts
+from torch_privacy.training.weights import has_diverged
 
 
 @dataclass
@@ -319,7 +320,10 @@ class Run:
             "baseline_test_score": finite_or_none(self.baseline.rows[-1].test_score) if self.baseline.rows else None,
             **({} if more is None else more(self.released_model)),
             **({"declared": [dict(one) for one in self.task.declared]} if self.task.declared else {}),
-            "diverged": [log.training for log in (self.private, self.baseline) if log.has_diverged()],
+            "diverged": [
+                *(["private"] if has_diverged(self.released_model, last.test_score) else []),
+                *(["non-private"] if self.baseline.has_diverged() else []),
+            ],
             "privacy": self.summary().as_json(),
             "seconds": {"private": self.private.seconds, "non_private": self.baseline.seconds},
         }

@@ -6,10 +6,11 @@ import errno
 import io
 import json
 import os
+import secrets
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +162,14 @@ class RunFolder(FolderReader):
         self.write_json(path, {**whole, "check": digest_of(whole)}, OWN)
 
     def write_metrics(self, rows: list[Metrics]) -> None:
-        """Writes ``metrics.csv`` with all rows so far: exact losses, readable by their owner only."""
-        text = io.StringIO()
-        writer = csv.DictWriter(text, [field.name for field in fields(Metrics)], lineterminator="\n")
+        """Writes ``metrics.csv`` with all rows so far: exact losses, readable by their owner only.
+
+        Its digest is in ``results.json``, which may be published: with a secret salt it confirms no guess of a loss.
+        """
+        text, salt = io.StringIO(), secrets.token_hex(schemas.SALT_BYTES)
+        writer = csv.DictWriter(text, [*schemas.METRICS, schemas.SALT], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+        writer.writerows({**asdict(row), schemas.SALT: salt} for row in rows)
         write_whole(self.metrics, lambda file: file.write(text.getvalue().encode()))
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> None:

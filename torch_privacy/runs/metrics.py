@@ -58,7 +58,7 @@ class Metrics:
 
 
 def has_diverged(rows: Iterable[Metrics]) -> bool:
-    """True if the loss or the test score of some epoch is not finite."""
+    """True if the loss or the test score of some epoch is not finite: exact, as one example may have such a loss."""
     return not all(math.isfinite(value) for row in rows for value in (row.loss, row.test_score) if value is not None)
 
 

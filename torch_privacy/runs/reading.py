@@ -149,12 +149,13 @@ class FolderReader:
         Cells of a loss or score may be empty.
         """
         names = list(schemas.METRICS)
+        salted = [*names, schemas.SALT]
         try:
             text = io.StringIO(_read(self.metrics, LARGEST_METRICS, digests).decode("utf-8"), newline="")
             lines = csv.reader(text, strict=True)
-            if next(lines, None) != names:
-                raise ValueError(f"its columns are not {', '.join(names)}")
-            rows = [_metrics_from_cells(number, cells) for number, cells in enumerate(lines, 2)]
+            if (found := next(lines, None)) not in (names, salted):
+                raise ValueError(f"its columns are not {', '.join(salted)}")
+            rows = [_metrics_from_cells(number, cells, found) for number, cells in enumerate(lines, 2)]
             if not rows or rows[0].training != "private":
                 raise ValueError("it has no epoch of private training")
         except UnicodeDecodeError as error:
@@ -228,11 +229,11 @@ def _read(path: Path, at_most: int, digests: Digests) -> bytes:
     return content
 
 
-def _metrics_from_cells(number: int, cells: list[str]) -> Metrics:
+def _metrics_from_cells(number: int, cells: list[str], names: list[str]) -> Metrics:
     """Converts a line of texts to metrics; an empty cell becomes None."""
-    if len(cells) != len(schemas.METRICS):
+    if len(cells) != len(names):
         raise ValueError(f"line {number} has {len(cells)} cells")
-    row = {name: _value(name, text) for name, text in zip(schemas.METRICS, cells, strict=True)}
+    row = {name: _value(name, text) for name, text in zip(names, cells, strict=True) if name != schemas.SALT}
     if wrong := violation({"properties": schemas.METRICS}, row, f"line {number}"):
         raise ValueError(wrong)
     return Metrics(**row)

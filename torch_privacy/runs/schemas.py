@@ -271,6 +271,7 @@ METRICS = {  # by column of metrics.csv; an empty cell is null
     "epsilon_low": {"type": ["any number", "null"], "minimum": 0},
     "epsilon_high": {"type": ["any number", "null"], "minimum": 0},
 }
+SALT, SALT_BYTES = "salt", 16  # the last column, which earlier files lack
 IN_JSON = {"type": ["number", "null", "string"], "pattern": "nan|-?inf"}  # JSON has no other numbers
 LOG = record(  # of a training, in its state
     {

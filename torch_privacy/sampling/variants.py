@@ -55,7 +55,7 @@ class DatasetExamples:
         """Returns the generator that chooses the kept examples and the replacements."""
         return np.random.Generator(np.random.PCG64DXSM(int.from_bytes(self._request.seed_for("others"), "big")))
 
-    @cached_property
+    @property
     def drawn_together(self) -> bool:
         """Implements `BatchVariants`."""
         return self._drew("collate", self._fetched.ends[1])

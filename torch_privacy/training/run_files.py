@@ -19,7 +19,7 @@ from .. import privacy
 from ..mechanisms.sums import Summation
 from ..privacy.summary import Releases, finite_or_none, summarize
 from ..runs.folder import RunFolder
-from ..runs.metrics import Log, Metrics, has_diverged
+from ..runs.metrics import Log, Metrics
 from ..support.ranks import Ranks
 from ..support.validate import Refused, plain_number
 from .callbacks import Listener
@@ -27,6 +27,7 @@ from .draws import Share
 from .run_settings import LONGEST_NAME, name_of
 from .run_writer import fingerprint_in, size_of, try_page, write_page, write_run
 from .settings import TrainingSettings
+from .weights import has_diverged
 
 
 class Losses:
@@ -244,12 +245,6 @@ class RunFiles(Listener):
         folder = self.folder
         assert folder is not None
 
-        rows: list[Metrics] = []
-
-        def rows_with_epsilon() -> list[Metrics]:
-            rows.extend(self.rows(step, profile))
-            return rows
-
         def results() -> dict[str, Any]:
             return {
                 "model": name_of(model),
@@ -257,14 +252,14 @@ class RunFiles(Listener):
                 **scores.as_json(),
                 "num_steps": self._settings.num_steps,
                 "num_steps_made": step,
-                "diverged": has_diverged(rows) or not all(map(math.isfinite, scores.private.values())),
+                "diverged": has_diverged(model, *scores.private.values()),
                 "privacy": summarize(releases, self.delta).as_json(),
             }
 
         folder.results.unlink(missing_ok=True)  # the files belong together: until all are there, the run is unfinished
         self.is_written = False
         self._write_settings()
-        write_run(folder, weights, rows_with_epsilon, statement, results)
+        write_run(folder, weights, lambda: self.rows(step, profile), statement, results)
         self.is_written = True
 
 

@@ -28,13 +28,13 @@ from ..support.units import iso
 from ..support.validate import Refused, quoted
 from ..support.warning import warn
 from .bystanders import OutsideForwards, RewrittenRows
-from .placement import Placement, local_of
+from .placement import Placement
 from .rehearsals import Rehearsals
 from .release import Releases
 from .sampling import StepPlan
 from .settings import TrainingSettings
 from .statement import Account, TrainingProgress
-from .weights import WeightGuard, padding_rows
+from .weights import DIVERGED, WeightGuard, largest_weight, padding_rows
 
 PATIENCE = 8  # batches that may miss a parameter, if random numbers or the data may decide which layers are run
 WARNED = (
@@ -116,9 +116,6 @@ class ReachedParameters:
 
     def _known(self) -> Any:
         return frozenset(self.names), frozenset(self.padding), repr(self._mechanism.learned())
-
-
-DIVERGED = 1e6  # a weight beyond which a failed check is blamed on its size
 
 
 @dataclass(frozen=True)
@@ -233,8 +230,7 @@ class State:
 
     def check_diverged(self, error: Refused) -> None:
         """Refuses weights so large that sums overflow, which rehearsals and self-checks cannot tell from mistakes."""
-        local = [local_of(p).detach() for p in self.tensors.trained.values()]
-        largest = max((float(p.abs().max()) for p in local if p.numel()), default=0.0)
+        largest = largest_weight(self.tensors.trained.values())
         if not largest < DIVERGED:  # NaN, too
             raise Refused(
                 f"PrivateTraining: training has diverged: after step {self.step} the largest weight is "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -380,3 +381,19 @@ class WeightGuard:
                 "training.step(losses) computes the gradient, clips, adds noise, and steps the optimizer. A trainer "
                 "that makes the steps itself cannot be used."
             )
+
+
+DIVERGED = 1e6  # a weight beyond which a failed check is blamed on its size
+
+
+def largest_weight(parameters: Iterable[Tensor]) -> float:
+    """Returns the largest size of a weight on this rank; infinity where one is not finite."""
+    local = [local_of(p).detach() for p in parameters]
+    sizes = [float(p.abs().max()) for p in local if p.numel()]
+    return max(sizes, default=0.0) if all(map(math.isfinite, sizes)) else math.inf
+
+
+def has_diverged(model: nn.Module, *scores: float | None) -> bool:
+    """True if weights or test scores have diverged: what results may say, as an exact loss may be one example's."""
+    are_finite = all(math.isfinite(score) for score in scores if score is not None)
+    return not (are_finite and largest_weight(model.parameters()) < DIVERGED)

@@ -15,6 +15,7 @@ from torch_privacy.privacy.rounding import round_down, round_up, short
 from torch_privacy.privacy.summary import FALSE_POSITIVES, privacy_lines
 from torch_privacy.runs import table
 from torch_privacy.runs.folder import NO_DIGESTS
+from torch_privacy.runs.metrics import has_diverged
 from torch_privacy.runs.quality import headlines, warnings_of
 from torch_privacy.runs.report import audit, html, table_sections, training_plots, words
 from torch_privacy.runs.report.training_plots import NOT_PRIVATE, Training
@@ -178,8 +179,10 @@ def _page_of_training(folder: RunFolder) -> str:
 
 def _score_lines(run: Training) -> list[tuple[str, str]]:
     """Returns the scores as lines of a table."""
+    by_loss = {row.training for row in run.rows if has_diverged([row])}  # exact: the results do not say it
     if not run.is_own:
-        return table.score_lines(run.results)
+        diverged = sorted(by_loss.union(run.results.get("diverged", ())), reverse=True)
+        return table.score_lines(run.results | {"diverged": diverged})
     count = run.results.get("num_test_examples")
     of = "" if count is None else f" of {count:,} held-out examples"
     lines = []
@@ -189,7 +192,7 @@ def _score_lines(run: Training) -> list[tuple[str, str]]:
         if score.has_baseline:
             name = f"test {score.measure.name}, same network, not private"
             lines.append((name, score.measure.text(score.baseline, digits)))
-    if run.results["diverged"]:
+    if run.results["diverged"] or by_loss:
         lines.append(("DIVERGED", "a loss or score is not a finite number; try a smaller learning rate"))
     return lines
 
