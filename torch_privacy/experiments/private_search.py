@@ -115,7 +115,7 @@ class PrivateSearch:
         finally:
             folder.unlock()
             for path in (*folder.path.iterdir(), folder.path):  # else their dates say how long the search took
-                os.utime(path, (start.timestamp(),) * 2)
+                os.utime(path, (start.timestamp(), start.timestamp()))
 
     def _checked_task(self) -> Task:
         """Returns the first candidate's task; raises a ``ValueError`` if the search cannot price its runs."""
