@@ -2,6 +2,7 @@
 """A scaler that learns privately: its sensitivity, what it finds, and its release beside those of estimators."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -82,6 +83,16 @@ def test_values_beyond_the_bounds_count_as_the_bound(beyond):
     assert a.center_ == b.center_
     assert a.center_ + a.scale_ > 95
     np.testing.assert_array_equal(a.transform(x), b.transform(outside))
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308])
+def test_a_value_far_beyond_narrow_bounds_makes_no_warning(value):
+    """A warning of an overflow says that such a row is there, at no price."""
+    rows = np.full((300, 1), 5e-10)
+    rows[7] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler(bounds=(0, 1e-9), epsilon=10.0).fit_transform(rows)
 
 
 @pytest.mark.parametrize("unit", [1e-12, 1.0, 1e9])

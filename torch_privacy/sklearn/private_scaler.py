@@ -243,9 +243,8 @@ class PrivateScaler(RemembersFits, OneToOneFeatureMixin, TransformerMixin, BaseE
         sizes = np.ceil(np.log10(np.maximum(abs(low), abs(high))))
         units = 10.0 ** np.clip(sizes - (SIZES + SMALLEST), -300, 300)
         limits = [(float(a), float(b)) for a, b in zip(low / units, high / units, strict=True)]
-        columns = {
-            j: Numbers(X[:, j].astype(np.float64) / units[j], ends_of_numbers(COARSE), limits[j]) for j in range(d)
-        }
+        values = np.clip(X.astype(np.float64), low, high) / units  # first: a warning of an overflow would show one row
+        columns = {j: Numbers(values[:, j], ends_of_numbers(COARSE), limits[j]) for j in range(d)}
         ranges = find_ranges(columns, stddev, release)
         scales = []
         for j, unit in enumerate(units):
