@@ -3,6 +3,8 @@
 
 import copy
 import math
+import os
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +29,7 @@ from trainings import (
 import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.mechanisms.base import PRICED_ROUNDING
+from torch_privacy.sampling.batches import Batches, BatchRequest
 from torch_privacy.sampling.samplers import PoissonSampler, VaryingSampler
 from torch_privacy.training import release
 
@@ -163,6 +166,79 @@ def test_rows_that_are_written_are_named(kind):
     with pytest.warns(UserWarning, match=r"rows of the data set were written or replaced before step \d"):
         train(training)
     assert "first seen before step" in training.statement()["not_covered"][-1]
+
+
+class Caching(Own):
+    """Keeps what it has computed, counts how often items are fetched, and has a transform."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.cache, self.counts, self.transform = [None] * N, np.zeros(N), torch.abs
+
+    def __getitem__(self, index):
+        self.counts[index] += 1
+        if self.cache[index] is None:
+            self.cache[index] = torch.from_numpy(self.x[index]).square()
+        return self.transform(self.cache[index]), self.y[index]
+
+
+class Flipping(Caching):
+    """Draws random numbers of its own for some items."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x.flip(0) if np.random.default_rng().random() < 0.5 else x, y
+
+
+def with_keys(rows):
+    """Computes what is new for each entry of the list, and keeps it there."""
+    for row in rows:
+        row.setdefault("squares", row["x"].square())
+    return torch.stack([row["squares"] for row in rows]), torch.stack([row["y"] for row in rows])
+
+
+UNCHANGED = {
+    "a cache, counts and another transform": (Caching, lambda rows: setattr(rows, "transform", torch.neg), None),
+    "own random numbers": (Flipping, lambda rows: rows.counts.fill(0.0), None),
+    "entries with new keys": (lambda rows: [{"x": x, "y": y} for x, y in rows], len, with_keys),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", UNCHANGED)
+def test_rows_that_give_the_same_items_are_not_named(kind):
+    make, change, collate = UNCHANGED[kind]
+    rows = make(data())
+    training = training_of(dataset=rows, num_steps=80, examples={"collate_fn": collate})
+    train(training, steps=40)
+    change(rows)
+    train(training)
+    assert not any("rows" in text for text in training.statement()["not_covered"])
+
+
+class Opening(Own):
+    """Opens a file when it is first read."""
+
+    owner = None
+
+    def __getitem__(self, index):
+        self.owner = self.owner or os.getpid()
+        assert self.owner == os.getpid(), "a file of another process"
+        return super().__getitem__(index)
+
+
+def test_workers_inherit_no_file_that_the_data_set_opens_when_it_is_first_read(tmp_path):
+    examples = {"num_workers": 1}
+    training = training_of(dataset=Opening(data()), num_steps=6, examples=examples, run_folder=tmp_path, delta=1e-3)
+    train(training, steps=3)
+    train(training)
+    assert training.step_count == 6
+
+
+def test_batches_are_pickled_for_workers_after_rows_were_looked_at():
+    batches = Batches([*data()], None, 1)
+    assert not batches.places.are_rewritten(np.arange(3))
+    assert len(pickle.loads(pickle.dumps(batches)).fetch(BatchRequest(np.arange(3))).batch[0]) == 3
 
 
 def test_a_step_is_that_of_poisson_sampling_on_the_same_batch():

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from ..support.draws import AS_DRAWN, Drawn, Rule, RunDraws
 from ..support.fixed_draws import drawing
@@ -21,6 +21,7 @@ from ..support.random_state import SeededRandomNumbers, random_position
 from ..support.validate import Refused
 from .datasets import check_map_style, source_of, tensors_and_rows
 from .places import Places
+from .shadow import apart
 
 Collate = Callable[[list[Any]], Any]
 
@@ -67,8 +68,13 @@ class Batches:
         self._collate, self.collate_fn = collate_fn or default_collate, collate_fn
         self._tensors = tensors_and_rows(dataset) if collate_fn is None else None
         self._num_workers, self.fetches_here = num_workers, num_workers == 0
-        self.places = Places(dataset)
+        self._here: Any = None  # beside workers, what this process fetches from
+        self.places = Places(dataset, lambda item: self.fetch(BatchRequest(np.array([item]), seed=bytes(32))).batch)
         self.drawn: Drawn | None = None  # by collate_fn, for the last batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a worker needs, which does not look after the rows."""
+        return {**vars(self), "places": None, "_here": None}
 
     @property
     def holds_tensors(self) -> bool:
@@ -81,7 +87,7 @@ class Batches:
             for request in requests:
                 yield request, self.fetch(request)
             return
-        waiting: deque[BatchRequest] = deque()
+        self._here, waiting = None, deque[BatchRequest]()
 
         def requests_noted() -> Iterator[BatchRequest]:
             for request in requests:
@@ -147,16 +153,25 @@ class Batches:
         if self._tensors is not None:
             return indices, None
         with random_numbers_of(request, "items") as position:
-            if hasattr(self.dataset, "__getitems__"):
-                items = list(self.dataset.__getitems__(indices.tolist()))  # type: ignore[attr-defined]
+            dataset = self._dataset_here()
+            if hasattr(dataset, "__getitems__"):
+                items = list(dataset.__getitems__(indices.tolist()))
                 if len(items) != len(indices):
                     raise Refused(
                         f"__getitems__ of the data set returned {len(items)} items for {len(indices)} indices. It must "
                         "return one for each, in their order. Leave out examples that cannot be used beforehand."
                     )
             else:
-                items = [self.dataset[i] for i in indices.tolist()]
+                items = [dataset[i] for i in indices.tolist()]
             return items, position()
+
+    def _dataset_here(self) -> Any:
+        """Returns the data set; beside workers a copy, so that later ones do not inherit a file that it opened."""
+        if self.fetches_here or get_worker_info() is not None:
+            return self.dataset
+        if self._here is None:
+            self._here = apart(self.dataset)
+        return self._here
 
     def collate(self, items: Any, request: BatchRequest) -> Any:
         """Returns the batch of these items."""

@@ -29,6 +29,7 @@ from ..support.random_state import SeededRandomNumbers
 from ..support.read_file import parse_json, read_bytes
 from ..support.validate import Refused, quoted
 from .datasets import check_map_style, tensors_and_rows
+from .shadow import apart
 
 KEY_BYTES = 32
 METHOD = "blake2b with a secret key, 1"
@@ -219,6 +220,7 @@ def _hashed(dataset: Dataset, n: int, key: bytes, num_items: int | None) -> tupl
         for tensor in tensors:
             feed(total, tensor[found.to(tensor.device)])
         return total.digest(), len(chosen)
+    dataset = apart(dataset)  # workers that begin later must not inherit a file that it opened
     count, start = 0, time.monotonic()
     for index in _sample(n, key, num_items or MOST_ITEMS):
         digest = digest_of_item(dataset, index, key)
@@ -255,8 +257,13 @@ def digest_of_item(dataset: Dataset, index: int, key: bytes) -> bytes:
         item = dataset[index]
     finally:
         numbers.close()
+    return digest_of(item, key)
+
+
+def digest_of(value: Any, key: bytes = bytes(KEY_BYTES)) -> bytes:
+    """Returns the keyed hash of an item, or of a batch."""
     digest = _keyed(key, b"item")
-    feed(digest, item)
+    feed(digest, value)
     return digest.digest()
 
 

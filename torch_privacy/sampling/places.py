@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,14 +13,16 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, TensorDataset
 
-from ..support.contents import copied, has_entries, plain_type, same, values_in
-from ..support.held_state import SIMPLE
+from ..support.contents import MISSING, copied, has_entries, same
 from ..support.model_state import Versions
 from .datasets import ChosenByOwners, source_of
-from .fingerprint import KEY_BYTES, MOST_SECONDS, digest_of_item
+from .fingerprint import digest_of
+from .row_laws import StoredRows, stored_in
+from .shadow import DatasetShadow
 
 KEPT_ROWS, KEPT_ENTRIES, KEPT_ITEMS = 1024, 64, 16  # of a tensor, of a list, and of other data sets
-KEPT_BYTES = 2**24  # of the copies of a tensor's rows, or of a list's entries
+KEPT_BYTES = 2**24  # of the copies of a tensor's rows, or of those of items
+FETCHES = 16  # of an item, with its former rows and with its present ones, to see if it depends on them
 
 
 class KeptRows:
@@ -44,57 +46,92 @@ class KeptRows:
 
 
 class KeptItems:
-    """Digests of some items of any data set, fetched with the same random numbers each time.
+    """Copies of the rows from which a data set of any kind makes some items, to notice that these are rewritten.
 
-    They are made anew where a plain setting of the data set has changed, such as the epoch that its augmentation reads.
+    Rows may change for other reasons, such as in a cache: the batch of the item alone shows if it depends on them. What
+    else it depends on, such as a setting of the data set, is none of its rows.
 
     Args:
         dataset: map-style.
-        indices: of the items; those that differ from one time that they are fetched to the next are left out.
+        batch_of: returns the batch of one item, with the same random numbers each time.
+        items: numbers of the items, as many of which are taken as have small rows.
     """
 
-    def __init__(self, dataset: Any, indices: list[int]):
-        self._dataset, self._turn, self._indices = dataset, 0, indices
-        self._keep()
+    def __init__(self, dataset: Any, batch_of: Callable[[int], Any], items: Iterable[int]):
+        self._dataset, self._batch_of, self._turn = dataset, batch_of, 0
+        self._kept: list[tuple[int, dict[str, Any]]] = []
+        free, stored = KEPT_BYTES, self._stored()
+        for item in items:
+            rows = {one.path: copied(one.kind.take(one.value, places)) for one, places in _rows_of(item, stored)}
+            free -= sum(map(_bytes_of, tree_leaves(rows)))
+            if rows and (free >= 0 or not self._kept):
+                self._kept.append((item, rows))
 
-    def _keep(self) -> None:
-        dataset, indices = self._dataset, self._indices
-        self._settings, self._turn = [*_plain_in(dataset)], 0
-        self._items: list[tuple[int, bytes]] = []
-        start = time.monotonic()
-        for index in indices:
-            digest = self._digest(index)
-            if digest is not None and digest == self._digest(index):
-                self._items.append((index, digest))
-            if time.monotonic() - start > MOST_SECONDS:
-                break
-
-    def _digest(self, index: int) -> bytes | None:
+    def _stored(self) -> list[StoredRows]:
+        """Returns the arrays, lists and tuples in which the data set has rows of its items at present."""
         try:
-            return digest_of_item(self._dataset, index, bytes(KEY_BYTES))
-        except Exception:  # of the data set: it ends the step, too, if a batch has the item
-            return None
+            found = stored_in(DatasetShadow(self._dataset), len(self._dataset))
+        except Exception:  # of the data set's own code
+            return []
+        return [one for one in found if one.laws and (one.kind.is_array or isinstance(one.value, (list, tuple)))]
 
     def are_current(self) -> bool:
-        """True if an item, another one in each call, is what it was."""
-        if [*_plain_in(self._dataset)] != self._settings:
-            self._keep()
-        if not self._items:
+        """True if an item, another one in each call, does not depend on rows that have other numbers than before."""
+        if not self._kept:
             return True
-        index, digest = self._items[self._turn]
-        self._turn = (self._turn + 1) % len(self._items)
-        return self._digest(index) in (digest, None)
+        item, kept = self._kept[self._turn]
+        self._turn = (self._turn + 1) % len(self._kept)
+        for stored, places in _rows_of(item, self._stored()):
+            now, before = stored.kind.take(stored.value, places), kept.get(stored.path, MISSING)
+            if before is not MISSING and not same(now, before):
+                if self._depends_on(item, stored, places, now, before):
+                    return False
+                kept[stored.path] = copied(now)
+        return True
+
+    def _depends_on(self, item: int, stored: StoredRows, places: np.ndarray, now: Any, before: Any) -> bool:
+        """True if the item differs with the former rows in place; it may draw random numbers of its own."""
+        if stored.kind.put is None:
+            return True
+        found: list[set[bytes]] = [set(), set()]
+        every = np.arange(len(places))
+        try:
+            for _ in range(FETCHES):
+                for digests, rows in zip(found, (now, before), strict=True):
+                    with torch.no_grad():
+                        stored.kind.put(stored.value, places, rows, every)
+                    digests.add(digest_of(self._batch_of(item)))
+                if found[0] & found[1] or max(map(len, found)) > FETCHES // 2:
+                    return False
+        except Exception:  # of the data set: it ends the step, too, if a batch has the item
+            return False
+        finally:
+            with suppress(Exception), torch.no_grad():
+                stored.kind.put(stored.value, places, now, every)
+        return True
+
+
+def _rows_of(item: int, stored: list[StoredRows]) -> Iterator[tuple[StoredRows, np.ndarray]]:
+    """Yields what has rows of an item, a few at most, and where they are in it."""
+    for one in stored:
+        places = one.laws[0].rows(np.array([item]))
+        if 0 < len(places) <= KEPT_ENTRIES:
+            yield one, places
 
 
 class Places:
     """Notices rows of a list, or of tensors, that are no longer where they were: shuffled, replaced or taken out.
 
-    So it does indices of subsets of any data set. Of other data sets some items are compared, which may change for
-    other reasons, such as augmentation that grows: they are noted, and not refused.
+    So it does indices of subsets of any data set. Of other data sets the rows of some items are compared, which may
+    change for other reasons: they are noted, and not refused.
+
+    Args:
+        dataset: map-style.
+        batch_of: returns the batch of one item, with the same random numbers each time.
     """
 
-    def __init__(self, dataset: Any):
-        self._dataset, (source, chosen) = dataset, source_of(dataset)
+    def __init__(self, dataset: Any, batch_of: Callable[[int], Any]):
+        self._dataset, self._batch_of, (source, chosen) = dataset, batch_of, source_of(dataset)
         self._chosen = None if chosen is None else chosen.copy()
         self._rows = [*source] if type(source) in (list, tuple) else None
         self._held = source.tensors if type(source) is TensorDataset else ()
@@ -107,14 +144,11 @@ class Places:
         return [*self._copies()]
 
     def _copies(self) -> Iterator[KeptRows | KeptItems]:
-        """Yields copies of some rows of the list, or of each tensor that is in the host's memory, or of some items."""
+        """Yields copies of some rows of each tensor that is in the host's memory, or of those of some items."""
         n = len(self._dataset)
-        if self._is_own:
-            yield KeptItems(self._dataset, np.linspace(0, n - 1, min(n, KEPT_ITEMS), dtype=np.int64).tolist())
-        if self._rows is not None:
-            rows = self._rows
-            chosen = self._spread(min(n, KEPT_ENTRIES, _most(sum(map(_bytes_of, tree_leaves(rows[0]))))))
-            yield KeptRows(lambda part: [rows[i] for i in part.tolist()], chosen, 1)
+        if not self._held:
+            count = min(n, KEPT_ITEMS if self._is_own else KEPT_ENTRIES)
+            yield KeptItems(self._dataset, self._batch_of, np.linspace(0, n - 1, count, dtype=np.int64).tolist())
         for tensor in self._held:
             if tensor.device.type == "cpu" and has_entries(tensor):
                 chosen = self._spread(min(n, KEPT_ROWS, _most(tensor.nbytes // max(1, len(tensor)))))
@@ -172,14 +206,3 @@ def _most(bytes_of_row: int) -> int:
 
 def _bytes_of(value: Any) -> int:
     return value.nbytes if isinstance(value, (torch.Tensor, np.ndarray)) and has_entries(value) else 0
-
-
-def _plain_in(value: Any, depth: int = 4) -> Iterator[Any]:
-    """Yields the plain values among an object's attributes, in its containers and in objects within."""
-    if type(value) in SIMPLE:
-        yield value
-    elif depth and not isinstance(value, (torch.Tensor, np.ndarray)):
-        held = values_in(value) if plain_type(value) is not None else [*getattr(value, "__dict__", {}).values()]
-        if len(held) <= KEPT_ENTRIES:
-            for part in held:
-                yield from _plain_in(part, depth - 1)

@@ -160,22 +160,16 @@ class _Copier:
         kind, entries = type(value), attributes_of(value)
         if self._follow:
             self._look_at_class(kind)
-        custom = kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__
         tables = kind_of(value) is not None and transforms_of(value) is None
         is_constant = not entries and not _is_own_class(kind)  # such as a mark of a library, which has one identity
-        if custom or tables or is_constant or not _is_python_class(kind):
+        if tables or is_constant or not _can_be_copied(kind):
             return self._keep(value, value)
-        if hasattr(kind, "__del__"):  # a copy must not close what it shares with the original
-            kind = _without_del(kind)
-        new = self._keep(value, object.__new__(kind))
+        new = self._keep(value, _bare(kind))
         cached = _cached_names(type(value))
         for name, part in entries.items():
             if name in cached:
                 continue
-            if name in getattr(value, "__dict__", ()):
-                new.__dict__[name] = self.copy(part)
-            else:
-                object.__setattr__(new, name, self.copy(part))
+            _set(new, value, name, self.copy(part))
         return new
 
     # Code
@@ -240,6 +234,49 @@ class _Copier:
                 is_data = not _functions_of(value) or isinstance(value, _LRU)
                 if is_data and not name.startswith("__") and not hasattr(type(value), "__set__"):
                     self._note(f"{base.__name__}.{name}", Attributes(base), name)
+
+
+def apart(value: Any, known: dict[int, Any] | None = None, *, is_part: bool = False) -> Any:
+    """Returns a copy of a data set, and of the objects in it, that shares arrays and whatever else they hold.
+
+    A file that one of them opens when it is first read is open in the copy alone, so that no process inherits it.
+    """
+    known = {} if known is None else known
+    if id(value) in known:
+        return known[id(value)]
+    if type(value) in (list, dict) and len(value) <= MANY and not is_part:
+        new = known[id(value)] = copy(value)
+        for key, part in enumerate(value) if isinstance(value, list) else value.items():
+            new[key] = apart(part, known, is_part=True)
+        return new
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, apart(value.__self__, known))
+    entries = {} if kind_of(value) is not None or isinstance(value, (type, nn.Module)) else attributes_of(value)
+    if not entries or not _can_be_copied(type(value)):
+        return value
+    new = known[id(value)] = _bare(type(value))
+    for name, part in entries.items():
+        _set(new, value, name, apart(part, known))
+    return new
+
+
+def _can_be_copied(kind: type) -> bool:
+    """True if an object of this class is what its attributes are."""
+    custom = kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__
+    return not custom and _is_python_class(kind)
+
+
+def _bare(kind: type) -> Any:
+    """Returns an object without attributes; a copy must not close what it shares with the original."""
+    return object.__new__(_without_del(kind) if hasattr(kind, "__del__") else kind)
+
+
+def _set(new: Any, value: Any, name: str, part: Any) -> None:
+    """Gives a copy an attribute where the original has it."""
+    if name in getattr(value, "__dict__", ()):
+        new.__dict__[name] = part
+    else:
+        object.__setattr__(new, name, part)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
