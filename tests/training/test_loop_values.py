@@ -28,7 +28,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from trainings import private_training
 
 import torch_privacy as tp
-from torch_privacy.training.loop_suspects import is_count
+from torch_privacy.training.loop_suspects import follows_steps, is_count
 
 N, D = 60, 3
 STEPS = 14
@@ -625,6 +625,38 @@ def test_an_epoch_that_items_read_and_a_growing_cache_are_fine():
         training.step(errors(training.model, x, y) * factor.abs())
         data.factor = 1.0 + training.step_count // 3
     assert not any("variable" in text for text in training.statement()["not_covered"])
+
+
+@pytest.mark.parametrize("length", [2, 25])
+@pytest.mark.parametrize("value", [lambda epoch: epoch, lambda epoch: 0.5**epoch], ids=["affine", "geometric"])
+def test_a_number_of_the_epoch_is_never_taken_for_one_that_does_not_follow(length, value):
+    steps = np.arange(7, 5 * length + 8)
+    values = np.array([value(step // length) for step in steps], float)
+    found = [follows_steps(steps[:count], values[:count]) for count in range(1, len(steps))]
+    assert found[-1] is True
+    assert False not in found
+    values[-length:] = 0.7
+    assert follows_steps(steps, values) is not True
+
+
+class RarelyFlipped(Weighted):
+    """Draws random numbers of its own, so that one item differs in one of many fetches."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.draws = iter([*[False] * number, True, *[False] * 10_000])
+
+    def __getitem__(self, index):
+        x, y, factor = super().__getitem__(index)
+        return -x if next(self.draws) else x, y, factor
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("number", [40, 160, 340, 360])
+def test_an_item_that_differs_once_is_no_content_of_the_loop(number):
+    training = training_of(network(), RarelyFlipped(number), num_steps=4)
+    for x, y, factor in training:
+        training.step(errors(training.model, x, y) * factor)
 
 
 def test_own_rows_and_rows_outside_of_the_training_set_may_be_read():

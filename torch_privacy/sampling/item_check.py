@@ -9,7 +9,7 @@ state that the data set had when the training was made, and with the same random
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ FEWEST = 16  # items; with fewer, a list of this length may be anything
 FEW = 8  # items that are compared in a rehearsal that is not thorough
 MOST_ROWS, MOST_ENTRIES = 2**24, 2**20  # of an array, or of others, longer than the data set, to look for windows
 MOST_SECONDS = 2.0  # for a thorough comparison, about
+REPEATED, FEWEST_CHANGED = 12, 4  # comparisons before items are refused, and those in which they must change
 
 HARMLESS = "This is harmless if each item is made from its own entries alone."
 
@@ -128,7 +129,11 @@ class ItemCheck:
                 return
             if run.items(items) != expected:
                 raise CannotCompare("an item differs from one time that it is fetched to the next")
-            self._explain(run, int(differing[0]))
+            try:
+                self._explain(run, int(differing[0]))
+            except Refused:
+                self._check_again(lambda: run.items(items), lambda: run.items(items, self._assigned()))
+                raise
 
     def _fetched(self, run: ExchangedItems, items: np.ndarray) -> list[Item]:
         """Returns the items with the rows of others exchanged; leaves out what makes fetching fail."""
@@ -193,10 +198,21 @@ class ItemCheck:
                 return
             if self._shadow is None or self._shadow.has_generators or run.after_others(items) != expected:
                 raise CannotCompare("an item depends on which ones were fetched before, or on generators of its own")
+            self._check_again(lambda: run.after_others(items), lambda: run.after_others(items, assigned))
             read = [stored for stored in assigned if run.after_others(items, [stored]) != expected]
         except FetchFailed:
             return
         self._refuse([stored.path for stored in read or assigned])
+
+    def _check_again(self, plain: Callable[[], list[Item]], exchanged: Callable[[], list[Item]]) -> None:
+        """Raises an error if items that have changed may have done so by random numbers of their own, drawn rarely."""
+        expected, changed = plain(), 0
+        for _ in range(REPEATED):
+            changed += exchanged() != expected
+            if plain() != expected:
+                raise CannotCompare("an item differs from one time that it is fetched to the next")
+        if changed < FEWEST_CHANGED:
+            raise CannotCompare("items change rarely when others are exchanged, as by random numbers of their own")
 
     def _check_windows(self, run: ExchangedItems, items: np.ndarray) -> None:
         """Refuses items that are overlapping windows of something longer than the data set."""

@@ -124,8 +124,9 @@ def follows_steps(steps: np.ndarray, values: np.ndarray) -> Verdict:
     """
     if len(values) < 3 or np.ptp(values) == 0:
         return None
-    if _is_held(steps, values):
-        return True
+    is_held = _is_held(steps, values)
+    if is_held is not False:
+        return is_held
     moving = _moving_part(values)
     gaps, slopes = np.diff(steps[moving]), np.diff(values[moving]) / np.diff(steps[moving])
     if len(slopes) < 3:
@@ -142,17 +143,23 @@ def follows_steps(steps: np.ndarray, values: np.ndarray) -> Verdict:
     return None if repeats else False
 
 
-def _is_held(steps: np.ndarray, values: np.ndarray) -> bool:
-    """True for an affine or geometric sequence, each value of which is there for equally many steps, above one."""
+def _is_held(steps: np.ndarray, values: np.ndarray) -> Verdict:
+    """True for an affine or geometric sequence, each value of which is there for equally many steps, above one.
+
+    None while it may become one: after two or three changes of one sign, until the next is due.
+    """
     new = np.flatnonzero(np.diff(values)) + 1
     gaps, moves = np.diff(steps[new]), np.diff(values[new])
-    if len(moves) < 2 or gaps[0] < 2 or (gaps != gaps[0]).any():
+    if len(moves) < 1 or gaps[0] < 2 or (gaps != gaps[0]).any():
         return False
-    if np.allclose(moves, moves[0], rtol=1e-6, atol=0):
+    if len(moves) > 1 and np.allclose(moves, moves[0], rtol=1e-6, atol=0):
         return True
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = moves[1:] / moves[:-1]
-    return len(ratios) > 1 and np.allclose(ratios, ratios[0], rtol=1e-4, atol=0)
+    if len(ratios) > 1:
+        return bool(np.allclose(ratios, ratios[0], rtol=1e-4, atol=0))
+    is_due = steps[-1] - steps[new[-1]] >= gaps[0]
+    return False if is_due or (moves * (values[new[0]] - values[0]) < 0).any() else None
 
 
 def _moving_part(values: np.ndarray) -> slice:
