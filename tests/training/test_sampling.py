@@ -160,7 +160,7 @@ REWRITTEN = {
 def test_rows_that_are_written_are_named(kind):
     make, write = REWRITTEN[kind]
     rows = make(TensorDataset(*(tensor.clone() for tensor in data().tensors)))
-    training = training_of(dataset=rows, num_steps=40)
+    training = training_of(dataset=rows, num_steps=80)
     train(training, steps=3)
     write(rows)
     with pytest.warns(UserWarning, match=r"rows of the data set were written or replaced before step \d"):

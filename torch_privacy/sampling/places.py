@@ -179,11 +179,19 @@ class Places:
         return any(id(source[i]) not in self._ids for i in places or () if i < len(source)) or self._shows_writing()
 
     def _shows_writing(self) -> bool:
-        """True if some kept rows have other numbers; looks at a few in every fourth call, as this takes some time."""
+        """True if some kept rows have other numbers; looks at a few in some calls, as this takes time."""
         kept = self._kept  # copied in the first call
         self._turn += 1
-        number, rest = divmod(self._turn, 16 if self._is_own else 4)
-        return bool(kept) and not rest and not kept[number % len(kept)].are_current()
+        number, rest = divmod(self._turn, 32 if self._is_own else 4)
+        return bool(kept) and not rest and not self._has_moved() and not kept[number % len(kept)].are_current()
+
+    def _has_moved(self) -> bool:
+        """True if entries of the list are in other places, where those that are kept cannot be compared."""
+        if self._rows is None:
+            return False
+        (source, _), n = self._found(np.zeros(0, int)), len(self._rows)
+        some = range(0, n, max(1, n // KEPT_ENTRIES))
+        return len(source) != n or any(source[i] is not self._rows[i] for i in some)
 
     @cached_property
     def _ids(self) -> set[int]:
