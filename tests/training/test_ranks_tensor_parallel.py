@@ -415,18 +415,18 @@ class Failing(Dataset):
     """Fails on one rank after some time, and may hold others there, which none of the comparisons at the start sees."""
 
     def __init__(self, rank: int, after: int, shift: float = 0.0):
-        self.rank, self.left, self.shift = rank, after, shift
+        self.shift, self.left = shift, itertools.count(after - rank, -rank)  # which copies of the data set share
         self.start = after - 2 * PROBED
 
     def __len__(self) -> int:
         return N
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor]:
-        self.left -= self.rank
-        if self.left < 0:
+        left = next(self.left)
+        if left < 0:
             raise KeyError("in the data")
         x = torch.randn(6, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
-        return (x + self.shift * (self.left < self.start),)
+        return (x + self.shift * (left < self.start),)
 
 
 def with_data(rank: int, after: int, shift: float) -> None:
