@@ -94,7 +94,7 @@ def way() -> plt.Figure:
                 -0.78 - 0.3 * k,
                 _file(name).removeprefix("jacobian/"),
                 ha="center",
-                fontsize=8,
+                fontsize=7.4,
                 family="monospace",
                 color=INK,
             )
@@ -123,7 +123,8 @@ def _imported(module: str) -> set[str]:
 
 
 def _file(module: str) -> str:
-    return f"{module.replace('.', '/')}.py"
+    path = module.replace(".", "/")
+    return f"{path}/" if (ROOT / "torch_privacy" / path).is_dir() else f"{path}.py"
 
 
 def _wrapped(words: str, per_line: int = 5) -> str:
