@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..sampling.stored_rows import kind_of, num_bytes
 from ..sampling.variants import DatasetExamples
 from ..support.contents import MISSING, Visits, keys_and_values, same
 from .loop_contents import Replacement, rebuilt, rows_of
-from .loop_variables import Variable, attributes_of
+from .loop_variables import Variable, attributes_of, is_small
 
 FEWEST = 4  # examples of a batch that must be found at their places
 FEW_PARTS = 16  # of a container that is looked into
@@ -127,3 +127,16 @@ def _equal(own: Tensor, leaf: Tensor) -> bool:
     if own.shape != leaf.shape:
         return False
     return torch.equal(own.to(leaf.device, leaf.dtype), leaf)
+
+
+def may_be_read(other: tuple[Variable, Any]) -> bool:
+    """True for a variable that items may depend on, with its earlier content: rows and numbers, not growing caches."""
+    variable, content = other
+    if isinstance(content, OtherRows):
+        return True
+    value = variable.read()
+    return is_small(value) and not (isinstance(value, Mapping) and _keys(value) != _keys(content))
+
+
+def _keys(value: Any) -> Any:
+    return value.keys() if isinstance(value, Mapping) else None

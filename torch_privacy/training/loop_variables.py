@@ -378,3 +378,9 @@ CONTEXT = Access(lambda variable, _: variable.get(MISSING), lambda variable, _, 
 SLOT = Access(lambda holder, key: getattr(holder, key, MISSING), object.__setattr__)
 OF_CLASS = Access(_class_attribute, setattr)
 ITEM = Access(lambda values, number: values[number], None)
+
+
+def holds_only(value: Any, known: Collection[int]) -> bool:
+    """True for a tensor with one of these ids, and for a list, tuple or dictionary of such, as of parameters."""
+    parts = [*value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return bool(parts) and all(id(part) in known for part in parts)

@@ -10,7 +10,7 @@ must follow from the step count or from the released weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,7 @@ from ..support.model_state import ModelState
 from ..support.validate import Refused
 from .bystanders import OtherOptimizers
 from .loop_contents import Exchange, Former, content_of
-from .loop_rows import OtherRows, reads_others
+from .loop_rows import OtherRows, may_be_read, reads_others
 from .loop_suspects import CauseSearch, Counts, Suspect, Suspects, grouped
 from .loop_variables import (
     Finder,
@@ -35,6 +35,7 @@ from .loop_variables import (
     attributes_of,
     attributes_of_model,
     frames_of_loop,
+    holds_only,
     is_small,
     objects_of_loop,
     parts_of,
@@ -63,10 +64,10 @@ class _Rehearsed:
 
         Other variables that have changed since the batch was fetched have their content of that time.
         """
-        read, keys = [*filter(_may_be_read, others)], {variable.key for variable, _ in others}
+        read, keys = [*filter(may_be_read, others)], {variable.key for variable, _ in others}
         former = [(v, self.begun.get(v.key, MISSING)) for v in changed if v.key not in keys]
         moved = [(v, then) for v, then in former if then is not MISSING and not same(v.read(), then)]
-        exchange = Exchange([(v, Former(then)) for v, then in moved if _may_be_read((v, then))] + read, [])
+        exchange = Exchange([(v, Former(then)) for v, then in moved if may_be_read((v, then))] + read, [])
         other = self._fetched(exchange)
         differs = not equal_batches(other, self.examples.batch)  # twice alike, or it drew random numbers of its own
         return other if differs and equal_batches(self._fetched(exchange), other) else self.examples.batch
@@ -154,7 +155,7 @@ class LoopWatch:
     def _makes_items(self, batch: _Rehearsed, others: list[_Other]) -> bool:
         """True if items are others with the earlier contents of these variables."""
         examples = batch.examples
-        changed = [other for other in others if _may_be_read(other) and not isinstance(other[1], OtherRows)]
+        changed = [other for other in others if may_be_read(other) and not isinstance(other[1], OtherRows)]
         if not changed or not examples.fetches_here or examples.fetches_rows or not examples.repeats():
             return False
         return not equal_batches(batch.fetched_with(changed, []), examples.batch)
@@ -241,7 +242,7 @@ class LoopWatch:
         if examples.fetches_here:
             found += [v for source in examples.sources for v in attributes_of(source) if is_small(v.read())]
         known = {id(t) for t in (*model.parameters(), *model.buffers())} | self.others.parameters
-        return {variable.key: variable for variable in found if not _holds_only(variable.read(), known)}
+        return {variable.key: variable for variable in found if not holds_only(variable.read(), known)}
 
     def changed(self, found: Mapping[_Key, Variable], batch: _Rehearsed) -> tuple[list[_Other], list[Variable]]:
         """Returns the variables to exchange, and others that have changed since: counts of steps, and suspects.
@@ -365,7 +366,7 @@ class _Runs:
 
     def _fetched_with(self, others: list[_Other]) -> Any:
         """Returns the batch as the data set and ``collate_fn`` make it with these contents."""
-        if not any(map(_may_be_read, self._others)):
+        if not any(map(may_be_read, self._others)):
             return self._batch.examples.batch
         return self._batch.fetched_with(others, [*(variable for variable, _ in self._others), *self._kept])
 
@@ -397,22 +398,3 @@ class _Runs:
         everyone = np.arange(self._batch.examples.count)
         how = "when a variable of the loop had an earlier content"
         return bool(self._comparison.compare(everyone >= 0, answers, original, everyone, None, how, loose=False))
-
-
-def _may_be_read(other: _Other) -> bool:
-    """True for what items may depend on: private rows and numbers, not caches of items, which grow."""
-    variable, content = other
-    if isinstance(content, OtherRows):
-        return True
-    value = variable.read()
-    return is_small(value) and not (isinstance(value, Mapping) and _keys(value) != _keys(content))
-
-
-def _keys(value: Any) -> Any:
-    return value.keys() if isinstance(value, Mapping) else None
-
-
-def _holds_only(value: Any, known: Collection[int]) -> bool:
-    """True for a tensor with one of these ids, and for a list, tuple or dictionary of such, as of parameters."""
-    parts = [*value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-    return bool(parts) and all(id(part) in known for part in parts)
