@@ -62,7 +62,7 @@ def with_budget(rank: int, path: Any, budget: str, noise: float) -> None:
 
 def rows_of(folder: RunFolder) -> list[list[float]]:
     rows = csv.DictReader(folder.metrics.read_text().splitlines())
-    return [[float(value or "nan") for name, value in row.items() if name != "training"] for row in rows]
+    return [[float(value or "nan") for name, value in row.items() if name not in ("training", "salt")] for row in rows]
 
 
 def weights_of(folder: RunFolder) -> dict[str, torch.Tensor]:

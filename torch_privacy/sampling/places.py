@@ -22,6 +22,7 @@ from .shadow import DatasetShadow
 
 KEPT_ROWS, KEPT_ENTRIES, KEPT_ITEMS = 1024, 64, 16  # of a tensor, of a list, and of other data sets
 KEPT_BYTES = 2**24  # of the copies of a tensor's rows, or of those of items
+FEWEST = 16  # items of a data set of an own class; of fewer, anything of that length may be rows
 FETCHES = 16  # of an item, with its former rows and with its present ones, to see if it depends on them
 
 
@@ -146,7 +147,7 @@ class Places:
     def _copies(self) -> Iterator[KeptRows | KeptItems]:
         """Yields copies of some rows of each tensor that is in the host's memory, or of those of some items."""
         n = len(self._dataset)
-        if not self._held:
+        if not self._held and not (self._is_own and n < FEWEST):
             count = min(n, KEPT_ITEMS if self._is_own else KEPT_ENTRIES)
             yield KeptItems(self._dataset, self._batch_of, np.linspace(0, n - 1, count, dtype=np.int64).tolist())
         for tensor in self._held:
