@@ -17,12 +17,12 @@ from ..support.contents import MISSING, copied, has_entries, same
 from ..support.model_state import Versions
 from .datasets import ChosenByOwners, source_of
 from .fingerprint import digest_of
+from .item_check import FEWEST
 from .row_laws import StoredRows, stored_in
 from .shadow import DatasetShadow
 
 KEPT_ROWS, KEPT_ENTRIES, KEPT_ITEMS = 1024, 64, 16  # of a tensor, of a list, and of other data sets
 KEPT_BYTES = 2**24  # of the copies of a tensor's rows, or of those of items
-FEWEST = 16  # items of a data set of an own class; of fewer, anything of that length may be rows
 FETCHES = 16  # of an item, with its former rows and with its present ones, to see if it depends on them
 
 
