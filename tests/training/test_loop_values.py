@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import functools
 import gc
 import inspect
+import multiprocessing
 import re
 import time
 import warnings
@@ -590,6 +592,68 @@ def test_numbers_of_the_data_set_that_every_turn_sets_are_refused():
 
     with pytest.raises(tp.Refused, match=r"losses depend on 'Weighted\.factor'"):
         loop(training_of(network(), data, num_steps=9))
+
+
+class Strength:
+    __slots__ = ("value",)
+
+    def __init__(self):
+        self.value = 1.0
+
+
+class Transformed(Weighted):
+    """Items are multiplied by numbers in the objects of the data set, of its class and of memory that is shared."""
+
+    of_class = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.transforms = SimpleNamespace(steps=[Strength(), nn.Identity()], settings={"range": [1.0]})
+        self.transforms.steps[1].strength = 1.0
+        self.shared, self.raw = multiprocessing.Value("d", 1.0), ctypes.c_double(1.0)
+        self.tensor = torch.ones(1).share_memory_()
+
+    def __getitem__(self, index):
+        x, y, _ = super().__getitem__(index)
+        first, second = self.transforms.steps
+        factor = first.value * second.strength * self.transforms.settings["range"][0] * self.of_class
+        return x, y, factor * self.shared.value * self.raw.value * self.tensor.item()
+
+
+FOLLOWERS = {
+    "Transformed.transforms.steps[0].value": lambda data, loss: setattr(data.transforms.steps[0], "value", loss),
+    "Transformed.transforms.steps[1]": lambda data, loss: setattr(data.transforms.steps[1], "strength", loss),
+    "Transformed.transforms.settings": lambda data, loss: data.transforms.settings["range"].__setitem__(0, loss),
+    "Transformed.of_class": lambda data, loss: setattr(type(data), "of_class", loss),
+    "Transformed.shared": lambda data, loss: setattr(data.shared, "value", loss),
+    "Transformed.raw": lambda data, loss: setattr(data.raw, "value", loss),
+}
+
+
+def follow(training, data, change):
+    for x, y, factor in training:
+        losses = errors(training.model, x, y)
+        if training.step(losses * factor):
+            change(data, float(losses.detach().mean()))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", FOLLOWERS)
+def test_numbers_in_the_objects_of_a_data_set_that_follow_losses_are_named(name, monkeypatch):
+    monkeypatch.setattr(Transformed, "of_class", 1.0)
+    data = Transformed()
+    with pytest.warns(UserWarning, match=f"losses depend on '{re.escape(name)}'"):
+        follow(training_of(network(), data, num_steps=5), data, FOLLOWERS[name])
+
+
+@pytest.mark.parametrize("name", ["shared", "tensor"])
+def test_numbers_that_a_data_set_shares_with_workers_and_that_follow_losses_are_in_the_statement(name):
+    data = Transformed()
+    training = training_of(network(), data, num_steps=5, examples={"num_workers": 1})
+    changes = {"shared": FOLLOWERS["Transformed.shared"], "tensor": lambda data, loss: data.tensor.fill_(loss)}
+    follow(training, data, changes[name])
+    found = [text for text in training.statement()["independence"]["not_compared"] if "share" in text]
+    assert [re.search(r"changes (\S+) in", text)[1] for text in found] == [f"Transformed.{name}"]
 
 
 @pytest.mark.parametrize(("last", "late"), [([1.0], 0), ({"loss": 1.0}, 5)], ids=["list", "late dict"])

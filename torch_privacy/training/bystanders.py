@@ -21,7 +21,8 @@ from ..support.every_step import AFTER_EVERY_STEP
 from ..support.random_state import is_recording_disabled
 from ..support.torch_modes import tensors_in
 from ..support.warning import warn
-from .loop_variables import Finder, frames_of_loop
+from .loop_frames import frames_of_loop
+from .loop_variables import Finder
 from .weights import WeightGuard, moves_nothing
 
 WARNED = (

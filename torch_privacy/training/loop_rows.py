@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any
@@ -17,7 +18,7 @@ from ..sampling.stored_rows import kind_of, num_bytes
 from ..sampling.variants import DatasetExamples
 from ..support.contents import MISSING, Visits, keys_and_values, same
 from .loop_contents import Replacement, rebuilt, rows_of
-from .loop_variables import Variable, attributes_of, is_small
+from .loop_variables import BUFFER, CONTAINERS, FEW, NUMBERS, Variable, attributes_of
 
 FEWEST = 4  # examples of a batch that must be found at their places
 FEW_PARTS = 16  # of a container that is looked into
@@ -27,6 +28,10 @@ REFUSED = (
     f"or collate_fn reads private data besides the batch, {CARRIES}. So do means, class weights and neighbors over all "
     "data: one example changes many gradients. Nothing was released in this step. Compute such numbers from public "
     "data, or release them with noise and pass prior_releases=."
+)
+NOT_COMPARED = (
+    "The loop changes {} in memory that processes share. Items of workers were not compared with earlier numbers: "
+    "if these depend on private data, no epsilon covers it."
 )
 
 
@@ -136,6 +141,25 @@ def may_be_read(other: tuple[Variable, Any]) -> bool:
         return True
     value = variable.read()
     return is_small(value) and not (isinstance(value, Mapping) and _keys(value) != _keys(content))
+
+
+def is_shared(variable: Variable) -> bool:
+    """True for numbers that other processes can see when they change: shared tensors, and buffers."""
+    return variable.access is BUFFER or (isinstance(value := variable.read(), Tensor) and value.is_shared())
+
+
+def is_small(value: Any) -> bool:
+    """True for a number, a text, or a few of them, in containers, too."""
+    return _count(value) <= FEW
+
+
+def _count(value: Any, depth: int = 4) -> float:
+    """Returns how many numbers and texts a value holds; more than a few, if it has other parts."""
+    if isinstance(value, CONTAINERS) and depth and len(value) <= FEW:
+        return sum(_count(part, depth - 1) for part in keys_and_values(value)[1])
+    if isinstance(value, (Tensor, np.ndarray)):
+        return math.prod(value.shape)
+    return 1 if isinstance(value, NUMBERS) else math.inf
 
 
 def _keys(value: Any) -> Any:

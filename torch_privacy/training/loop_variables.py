@@ -6,14 +6,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
-import math
-import site
 import sys
-import sysconfig
+from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from itertools import chain
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -26,18 +25,18 @@ from ..sampling.stored_rows import kind_of
 from ..support.contents import MISSING, keys_and_values
 from ..support.held_state import MAX_DEPTH, Attributes, names_in, slots_of
 from ..support.script_modules import registries_of
-from ..support.warning import PACKAGES
+from .loop_frames import is_library, is_users
 
 MOST = 5000  # variables that are looked at
+LONGEST = MOST // 10  # parts of a container
 FEW = 64  # numbers of a variable on which items may depend
-_PATHS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_LIBRARIES = tuple({*_PATHS, *site.getsitepackages(), site.getusersitepackages()})
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
-_CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
-_NUMBERS = (int, float, str, bytes, complex, np.generic, type(None))
+CONTAINERS = (list, tuple, set, frozenset, deque, Mapping)
+NUMBERS = (int, float, str, bytes, complex, np.generic, type(None))
 _CACHED = type(functools.cache(len))
-_SIMPLE = (Tensor, np.ndarray, *_NUMBERS)
-_DATA = (*_SIMPLE, *_CONTAINERS)
+_SIMPLE = (Tensor, np.ndarray, *NUMBERS)
+_DATA = (*_SIMPLE, *CONTAINERS)
+_BUFFERS = (SynchronizedBase, ctypes._SimpleCData, ctypes.Array, memoryview, array)
 _OF_OPTIMIZER = ("defaults", "param_groups", "state")  # made of settings, and of released gradients
 
 
@@ -87,45 +86,10 @@ class Variable(NamedTuple):
         self.access.write(self.holder, self.place, value)
 
 
-def frames_of_loop() -> list[FrameType]:
-    """Returns the frames of the user's code that are on the stack, the innermost first."""
-    outside = [frame for frame in _stack() if not frame.f_code.co_filename.startswith(PACKAGES)]
-    return [frame for frame in outside if not _is_library(frame.f_code.co_filename)] or outside[:1]
-
-
-def objects_of_loop() -> list[Any]:
-    """Returns the objects of the user's classes that run code of a library, such as a Trainer's subclass.
-
-    The user's code may have no name for them, as in ``Trainer(...).train()``.
-    """
-    methods = [frame for frame in _stack() if frame.f_code.co_argcount and frame.f_code.co_varnames[0] == "self"]
-    objects = [frame.f_locals.get("self") for frame in methods if _is_library(frame.f_code.co_filename)]
-    return [value for value in objects if _is_users(type(value))]
-
-
-def _stack() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 @functools.lru_cache(maxsize=4096)
 def _kinds(kind: type) -> tuple[bool, bool]:
     """Returns whether values of a type hold data, and whether they have no parts that are looked at."""
     return issubclass(kind, _DATA), issubclass(kind, _SIMPLE)
-
-
-@functools.cache
-def _is_library(file: str) -> bool:
-    return file.startswith(("<frozen", *_LIBRARIES)) or file.startswith(PACKAGES)
-
-
-def _is_users(kind: type) -> bool:
-    """True if a class is defined in the user's own code."""
-    module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None)
-    return kind.__module__ == "__main__" or module is None or (file is not None and not _is_library(file))
 
 
 def is_cached(function: Any) -> bool:
@@ -154,7 +118,7 @@ class Finder:
         self.named: set[str] = set()  # in the user's code, as far as it was seen
         self._found: dict[tuple[str, str], Variable] = {}
         self._kept: list[Any] = []  # what was seen, so that no other object gets its id
-        self._depth = 0
+        self._depth, self._longest = 0, LONGEST
         self._deeper: list[tuple[str, str, Any, str]] = []  # for later, such as the rest of a long linked list
 
     def variables(self, frames: Collection[FrameType], *functions: Any) -> list[Variable]:
@@ -164,9 +128,26 @@ class Finder:
             self._visit_frame(frame)
         for function in functions:
             self._descend("", getattr(function, "__name__", type(function).__name__), function)
+        self._go_deeper()
+        return [*self._found.values()]
+
+    def of_data(self, sources: Iterable[Any]) -> list[Variable]:
+        """Returns the variables of data sets, of their code and of the objects in them; of no long list, which is rows.
+
+        Those that ``variables`` has found are left out.
+        """
+        held = [variable for source in sources for variable in attributes_of(source)]
+        known, self._longest = {*self._found}, FEW
+        for source in sources:
+            self._descend("", "", type(source))
+        for variable in held:
+            self._visit(*variable[:2], *variable[3:])
+        self._go_deeper()
+        return [variable for key, variable in self._found.items() if key not in known]
+
+    def _go_deeper(self) -> None:
         while self._deeper:
             self._descend(*self._deeper.pop())
-        return [*self._found.values()]
 
     def _visit_frame(self, frame: FrameType) -> None:
         if frame.f_locals is not frame.f_globals:
@@ -178,6 +159,8 @@ class Finder:
     def _visit(self, scope: str, name: str, access: Access, holder: Any, place: Any, group: str = "") -> None:
         """Notes the variable, if it holds data, and walks over what its value holds."""
         value = access.read(holder, place)
+        if isinstance(value, _BUFFERS):
+            access, holder, value = BUFFER, value, BUFFER.read(value, None)
         if value is MISSING or len(self._found) >= MOST or id(value) in self._excluded:
             return
         is_data, is_simple = _kinds(type(value))
@@ -203,7 +186,7 @@ class Finder:
 
     def _descend_into(self, scope: str, name: str, value: Any, group: str) -> None:
         if isinstance(value, _DATA):
-            for key, part in () if isinstance(value, _SIMPLE) else _parts(value):
+            for key, part in () if isinstance(value, _SIMPLE) else _parts(value, self._longest):
                 self._descend(scope, f"{name}[{key!r}]", part, group)
             for key, holder in _own_entries(value):
                 self._visit(scope, f"{name}.{key}", ENTRY, holder, key, group)
@@ -223,16 +206,16 @@ class Finder:
         elif isinstance(value, ContextVar):
             self._visit(scope, name, CONTEXT, value, None, group)
         elif isinstance(value, GeneratorType):
-            if value.gi_frame is not None and not value.gi_running and not _is_library(value.gi_code.co_filename):
+            if value.gi_frame is not None and not value.gi_running and not is_library(value.gi_code.co_filename):
                 self._visit_frame(value.gi_frame)
         else:
             self._visit_object(scope, name, value, group)
 
     def _visit_object(self, scope: str, name: str, value: Any, group: str) -> None:
         is_module = isinstance(value, ModuleType)
-        if is_module and _is_library(getattr(value, "__file__", None) or "<frozen"):
+        if is_module and is_library(getattr(value, "__file__", None) or "<frozen"):
             return
-        is_whole = not is_module and (_is_users(type(value)) or hasattr(value, "fit"))
+        is_whole = not is_module and (is_users(type(value)) or hasattr(value, "fit"))
         if is_whole:
             self._visit_class(type(value))
         left_out = _OF_OPTIMIZER if isinstance(value, Optimizer) else ()
@@ -253,7 +236,7 @@ class Finder:
         self._visit_class(type(module))
 
     def _visit_function(self, name: str, function: FunctionType) -> None:
-        if _is_library(function.__code__.co_filename):
+        if is_library(function.__code__.co_filename):
             return
         scope = function.__qualname__
         for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
@@ -268,7 +251,7 @@ class Finder:
     def _visit_class(self, kind: type) -> None:
         """Walks over the attributes of the user's classes, and over their methods."""
         for base in kind.__mro__:
-            if id(base) in self._seen or not _is_users(base):
+            if id(base) in self._seen or not is_users(base):
                 continue
             self._seen.add(id(base))
             for key, value in list(vars(base).items()):
@@ -314,28 +297,21 @@ def _settings_of(kind: type) -> frozenset[str]:
     return _TORCH_ATTRIBUTES.union(inspect.signature(kind.__init__).parameters if is_torch else ())
 
 
-def is_small(value: Any) -> bool:
-    """True for a number, a text, or a few of them, in a container, too."""
-    if isinstance(value, _CONTAINERS):
-        return len(value) <= FEW and all(isinstance(part, _NUMBERS) for part in keys_and_values(value)[1])
-    return isinstance(value, _NUMBERS) or (isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) <= FEW)
-
-
 def parts_of(value: Any, depth: int = 4) -> list[Any]:
     """Returns a value and the tensors, containers and objects in it, such as those of a batch."""
-    if isinstance(value, _NUMBERS) or not depth:
+    if isinstance(value, NUMBERS) or not depth:
         return []
     holder = getattr(value, "__dict__", None)
-    inner = [part for _, part in _parts(value)] if isinstance(value, _CONTAINERS) else []
+    inner = [part for _, part in _parts(value)] if isinstance(value, CONTAINERS) else []
     inner += [*holder.values()] if isinstance(holder, dict) and not isinstance(value, Tensor) else []
     return [value, *(part for each in inner for part in parts_of(each, depth - 1))]
 
 
-def _parts(container: Any) -> Iterator[tuple[Any, Any]]:
+def _parts(container: Any, longest: int = LONGEST) -> Iterator[tuple[Any, Any]]:
     """Yields the parts of a container that is not long, with their keys, unless all are numbers and texts."""
-    if len(container) <= MOST // 10:
+    if len(container) <= longest:
         keys, values = keys_and_values(container)
-        if not all(isinstance(value, _NUMBERS) for value in values):
+        if not all(isinstance(value, NUMBERS) for value in values):
             yield from enumerate(values) if keys is None else zip(keys, values, strict=True)
 
 
@@ -360,6 +336,14 @@ def _attributes(value: Any) -> Iterator[tuple[str, Access, Any]]:
         yield key, SLOT, value
 
 
+def _entries_of(buffer: Any) -> Any:
+    """Returns the numbers that are in a buffer of this or of several processes, as an array over the same memory."""
+    try:
+        return np.asarray(memoryview(getattr(buffer, "_obj", buffer)))
+    except (TypeError, ValueError):  # no numbers, or released
+        return MISSING
+
+
 def _class_attribute(kind: type, key: str) -> Any:
     value = vars(kind).get(key, MISSING)
     return getattr(value, "__func__", value)
@@ -377,6 +361,7 @@ LOCAL = Access(lambda frame, key: frame.f_locals.get(key, MISSING), _write_local
 CONTEXT = Access(lambda variable, _: variable.get(MISSING), lambda variable, _, value: variable.set(value))
 SLOT = Access(lambda holder, key: getattr(holder, key, MISSING), object.__setattr__)
 OF_CLASS = Access(_class_attribute, setattr)
+BUFFER = Access(lambda buffer, _: _entries_of(buffer), None)
 ITEM = Access(lambda values, number: values[number], None)
 
 

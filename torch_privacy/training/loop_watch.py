@@ -27,17 +27,14 @@ from ..support.model_state import ModelState
 from ..support.validate import Refused
 from .bystanders import OtherOptimizers
 from .loop_contents import Exchange, Former, content_of
-from .loop_rows import OtherRows, may_be_read, reads_others
+from .loop_frames import frames_of_loop, objects_of_loop
+from .loop_rows import NOT_COMPARED, OtherRows, is_shared, is_small, may_be_read, reads_others
 from .loop_suspects import CauseSearch, Counts, Suspect, Suspects, grouped
 from .loop_variables import (
     Finder,
     Variable,
-    attributes_of,
     attributes_of_model,
-    frames_of_loop,
     holds_only,
-    is_small,
-    objects_of_loop,
     parts_of,
 )
 
@@ -103,7 +100,8 @@ class LoopWatch:
         self._of_model: dict[_Key, Variable] = {}  # attributes of the model that the loop's code names
         self._left: dict[_Key, Any] = {}  # their contents after the last rehearsed batch, unless later ones change them
         self._by_forward: set[_Key] = set()  # those that change between a batch and its step
-        self._written: set[_Key] = set()  # those that the loop writes between batches
+        # Those that the loop writes between batches, and those of the data set that it shares with workers.
+        self._written, self._shared = set[_Key](), set[_Key]()
 
     @property
     def not_covered(self) -> list[str]:
@@ -232,16 +230,17 @@ class LoopWatch:
     def variables(self, examples: DatasetExamples) -> dict[_Key, Variable]:
         """Returns the present variables of the loop, without what belongs to the model or to the batch."""
         model = self._model
-        own = [*model.modules(), *model.parameters(), *model.buffers(), *self._excluded(), *parts_of(examples.batch)]
-        finder = Finder(own)
+        own = [*model.modules(), *model.parameters(), *model.buffers(), *self._excluded()]
+        finder = Finder(own + parts_of(examples.batch))
         found = finder.variables(frames_of_loop(), *objects_of_loop(), *examples.code)
         self._of_model = {v.key: v for v in attributes_of_model(model, finder.named)}
         left, self._left = self._left, {}
         self._written |= {k for k, v in self._of_model.items() if k in left and not same(v.read(), left[k])}
         found += [variable for key, variable in self._of_model.items() if key in self._written]
-        if examples.fetches_here:
-            found += [v for source in examples.sources for v in attributes_of(source) if is_small(v.read())]
-        known = {id(t) for t in (*model.parameters(), *model.buffers())} | self.others.parameters
+        of_data = [variable for variable in finder.of_data(examples.sources) if is_small(variable.read())]
+        self._shared = {variable.key for variable in of_data if not examples.fetches_here and is_shared(variable)}
+        found += [variable for variable in of_data if examples.fetches_here or variable.key in self._shared]
+        known = {*map(id, [*model.parameters(), *model.buffers()]), *self.others.parameters}
         return {variable.key: variable for variable in found if not holds_only(variable.read(), known)}
 
     def changed(self, found: Mapping[_Key, Variable], batch: _Rehearsed) -> tuple[list[_Other], list[Variable]]:
@@ -260,6 +259,7 @@ class LoopWatch:
                 kept.append(variable)
             else:
                 others.append((variable, content))
+        batch.examples.notes.update(NOT_COMPARED.format(v.name) for v, _ in others if v.key in self._shared)
         others += [(variable, private) for variable in unchanged if private.are_in(variable)]
         return others, kept
 
