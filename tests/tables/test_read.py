@@ -70,6 +70,13 @@ def test_encodings_are_said(write, encoding, note):
     assert (note is None and frame.attrs["notes"] == []) or note in frame.attrs["notes"][0]
 
 
+def test_a_row_in_another_encoding_changes_no_other_row(write):
+    rows = "größe,b\nä,5 €\nö,1\n".encode()
+    frame = read_table(write(rows + "ü,2\n".encode("cp1252")))
+    assert frame.to_numpy().tolist() == [["ä", "5 €"], ["ö", "1"], ["ü", "2"]]
+    assert (list(frame), frame.attrs["encoding"], frame.attrs["notes"]) == (["größe", "b"], "UTF-8", [])
+
+
 @pytest.mark.parametrize("line", ["sep=;\n", "sep=;\n\n", "\ufeffsep=;\r\n", '"sep=;"\n', "\nSEP=;;\n"])
 def test_a_first_line_that_names_the_separator_is_no_header(write, line):
     path = write(f"{line}a;b, c\n1;2\n".encode())

@@ -19,7 +19,7 @@ from torch_privacy.support.read_file import opened
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-SHAPE = "how the file writes numbers and dates, as most cells show (no schema file says it)"
+SHAPE = "how the file writes letters, numbers and dates, as most cells show (no schema file says it)"
 
 
 @contextmanager

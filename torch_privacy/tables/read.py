@@ -62,8 +62,8 @@ def read_table(path: str | Path, *, allow_empty: bool = False) -> DataFrame:
     semicolon, tab and ``|``.
 
     Args:
-        path: CSV in UTF-8 (with or without BOM), UTF-16 with BOM, or else Windows-1252, with a first line of column
-            names, after a line ``sep=;`` if there is one, and quotes as in RFC 4180; or Parquet.
+        path: CSV in UTF-8 (with or without BOM), UTF-16 with BOM, or else, line by line, Windows-1252, with a first
+            line of column names, after a line ``sep=;`` if there is one, and quotes as in RFC 4180; or Parquet.
         allow_empty: whether the table may have no rows.
 
     Returns:
@@ -71,6 +71,7 @@ def read_table(path: str | Path, *, allow_empty: bool = False) -> DataFrame:
         encoding, names that were empty or came twice.
 
     Guarantees:
+        - A cell of CSV is a function of its own lines and of the line of column names.
         - Column names are unique and not empty: an empty one becomes ``column 3``, a second ``a`` becomes ``a (2)``.
         - Time and memory grow with the size of the file, and no more than `MOST_CELLS` cells and `MOST_COLUMNS` columns
           are read: a small file of Parquet may stand for any number of cells.
@@ -254,7 +255,7 @@ def _csv(path: Path, content: bytes) -> tuple[DataFrame, list[str]]:
 
 
 def _text(path: Path, content: bytes) -> tuple[str, list[str]]:
-    """Returns the content as text, and a note if the encoding is not UTF-8."""
+    """Returns the content as text, and a note if most lines with other letters than those of ASCII are not UTF-8."""
     if content[:2] in UTF_16:
         try:
             return content.decode("utf-16"), ["The file was read as UTF-16."]
@@ -265,8 +266,17 @@ def _text(path: Path, content: bytes) -> tuple[str, list[str]]:
     try:
         return content.decode("utf-8-sig"), []
     except UnicodeDecodeError:
-        note = "The file is not UTF-8 and was read as Windows-1252: save it as UTF-8 if letters look wrong."
-        return content.decode("latin-1").translate(WINDOWS), [note]  # bytes that mean no letter there stay
+        pass
+    texts, votes = [], 0
+    for line in content.removeprefix(codecs.BOM_UTF8).splitlines(keepends=True):
+        try:  # each by itself: else one row would change the letters of all others
+            texts.append(line.decode())
+            votes -= not line.isascii()
+        except UnicodeDecodeError:
+            texts.append(line.decode("latin-1").translate(WINDOWS))  # bytes that mean no letter there stay
+            votes += 1
+    note = "The file is not UTF-8 and was read as Windows-1252: save it as UTF-8 if letters look wrong."
+    return "".join(texts), [note] if votes > 0 else []
 
 
 def _rows(path: Path, text: str) -> Generator[tuple[int, list[str]]]:
