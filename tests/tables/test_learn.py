@@ -522,6 +522,15 @@ def test_rare_values_are_never_released_and_frequent_ones_are():
     assert threshold < 40
 
 
+def test_a_zero_character_in_a_cell_changes_no_other_value():
+    """opendp takes texts to end there."""
+    noise = CountNoise(1, 1, 10.0)
+    counts = {"Rome": 500, "Rome\0": 1, "Oslo": 400, "Oslo\0x": 300}
+    found, threshold = mechanisms.frequent(counts, noise, 1e-6)
+    assert threshold < 300
+    assert found == pytest.approx({"Rome": 500, "Oslo": 400, "Oslo\0x": 300}, abs=10)
+
+
 RANGES = {  # name -> values, the largest part of the width that may be lost or added at each end
     "normal": (lambda rng, n: rng.normal(40, 10, n), 0.4),
     "narrow": (lambda rng, n: rng.normal(1000, 2, n), 0.4),

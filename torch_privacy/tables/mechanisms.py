@@ -74,7 +74,7 @@ def frequent(counts: Mapping[str, int], noise: CountNoise, delta: float) -> tupl
         return {}, 0
     domains, metrics = part_of_opendp("domains"), part_of_opendp("metrics")
     make = part_of_opendp("measurements").make_gaussian_threshold
-    domain = domains.map_domain(domains.atom_domain(T="String"), domains.atom_domain(T="u32"))
+    domain = domains.map_domain(domains.atom_domain(T="u32"), domains.atom_domain(T="u32"))
     space = domain, metrics.l02inf_distance(metrics.absolute_distance(T="f64"))
     change = rows * groups, noise.sensitivity, float(rows)
     low, high = rows, rows + math.ceil(noise.stddev * (2 - ndtri(min(delta / change[0], 0.5))) + 2)
@@ -86,7 +86,9 @@ def frequent(counts: Mapping[str, int], noise: CountNoise, delta: float) -> tupl
     # (Canonne, Kamath & Steinke 2020, Proposition 25): a threshold that is higher by one keeps the promise
     release = make(*space, noise.stddev, high + 1)
     _check(release.map(change)[0], noise.rho)
-    return dict(release(dict(counts))), high + 1
+    keys = list(counts)  # opendp gets their places: it cuts a text at a zero character, so that two would be one
+    released = release(dict(enumerate(counts.values())))
+    return {keys[place]: count for place, count in released.items()}, high + 1
 
 
 def _check(spent: float, planned: float) -> None:
