@@ -142,6 +142,14 @@ def test_equal_values_of_other_types_have_their_own_texts(values):
     assert len(set(alone)) == 5  # 1 and 1.0 are one number
 
 
+@pytest.mark.parametrize("dtype", [object, pd.StringDtype("python")], ids=["object", "string"])
+def test_a_zero_character_is_a_letter_like_others(dtype):
+    """To pandas 2.2 a text ended there: one row could change all of the same beginning."""
+    cells = read_cells(pd.Series(["Rome\0x", "Rome", "Rome"], dtype=dtype), RULES)
+    assert cells.values == ("Rome\0x", "Rome")
+    assert cells.codes.tolist() == [0, 1, 1]
+
+
 @pytest.mark.parametrize(
     "values",
     [

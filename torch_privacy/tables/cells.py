@@ -79,18 +79,31 @@ class Cells:
 def read_cells(column: Series | Any, rules: Rules) -> Cells:
     """Returns the cells of a column as text, without spaces around; stored numbers get the rules' decimal mark."""
     pandas = needed("pandas")
-    if pandas.api.types.is_object_dtype(column) and pandas.api.types.infer_dtype(column) != "string":
-        # True equals 1, and a time that of another zone: the first one's text would be that of all the others
-        column = pandas.Series([_as_text(value, rules) for value in column], dtype=object)
     try:
-        codes, values = pandas.factorize(column)
+        if pandas.api.types.is_object_dtype(column) or getattr(column.dtype, "storage", "") == "python":
+            codes, values = _distinct(column, rules)
+        else:
+            codes, values = pandas.factorize(column)
     except Exception:  # lists and the like cannot be compared, and each library says so in its own way
-        codes, values = pandas.factorize(pandas.Series([_as_text(value, rules) for value in column], dtype=object))
+        codes, values = _distinct(pandas.Series(list(column), dtype=object), rules)
     texts = [_as_text(value, rules) for value in values]
     kept = {text: None for text in texts if not rules.is_missing(text)}
     place = {text: i for i, text in enumerate(kept)}
     of_value = np.array([place.get(text, -1) for text in texts], np.int64)
     return Cells(np.append(of_value, -1)[codes], tuple(kept))
+
+
+def _distinct(column: Series, rules: Rules) -> tuple[NDArray[np.int64], list[Any]]:
+    """Returns the place of each cell of a column of objects among the distinct ones, and these.
+
+    To pandas True equals 1, a time that of another zone, and to some versions a text ends at a zero character: the
+    first one's text would be that of all the others.
+    """
+    is_text = needed("pandas").api.types.infer_dtype(column) == "string"
+    place: dict[Any, int] = {}
+    cells = column if is_text else (_as_text(value, rules) for value in column)
+    codes = np.fromiter((place.setdefault(cell, len(place)) for cell in cells), np.int64, len(column))
+    return codes, list(place)
 
 
 def _as_text(value: Any, rules: Rules) -> str:
