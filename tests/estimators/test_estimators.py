@@ -307,6 +307,17 @@ class TestClasses:
         with pytest.raises(tp.Refused, match="labels of the types"):
             classifier(classes=None).fit(x, [0, 1] * 199 + [1, rare])
 
+    @pytest.mark.parametrize("rare", [np.str_("b"), None, 1], ids=["numpy", "missing", "number"])
+    def test_a_label_of_another_type_in_an_array_of_objects_is_refused(self, rare):
+        """One class became a text of numpy by one example; None was an error of sorting."""
+        x, _ = data(400)
+        y = np.array(["a", "b"] * 199 + ["a", rare], object)
+        with pytest.raises(tp.Refused, match="labels of the types"):
+            classifier(classes=None).fit(x, y)
+        if rare != "b":
+            with pytest.raises(ValueError, match="Give labels of one type"):
+                classifier(classes=["a", "b"]).fit(x, y)
+
     @pytest.mark.thorough
     def test_an_example_of_a_class_that_is_not_found_has_no_influence(self):
         """The example is in batches, and its gradient is zero."""

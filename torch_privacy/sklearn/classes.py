@@ -46,18 +46,19 @@ def events_of(noise: float, delta: float) -> tuple[privacy.Event, privacy.Event]
 
 
 def check_one_type(where: str, y: Any) -> None:
-    """Refuses labels of several types, of which numpy makes one: a single label would show in the type of all classes.
+    """Refuses labels of several types: a single one would show in the type of all classes, or cannot be sorted.
 
-    Arrays and columns have a type of their own.
+    Arrays and columns have a type of their own, but for those of objects.
     """
-    if hasattr(y, "dtype"):
+    if hasattr(y, "dtype") and getattr(y.dtype, "kind", "") != "O":
         return
     kinds = sorted({type(label).__name__ for label in np.asarray(y, dtype=object).flat})
     if len(kinds) > 1:
         raise Refused(
             f"{where}: y has labels of the types {', '.join(kinds)}, and classes=None: one label of another type would "
             "change the type of all classes, without noise. Nothing was released. Give labels of one type, such as "
-            "[str(label) for label in y], or an array; or give classes=[...] if they are known without the data."
+            "[str(label) for label in y], or an array, and leave out rows without a label (None, NaN); or give "
+            "classes=[...] if they are known without the data."
         )
 
 

@@ -141,7 +141,12 @@ class PrivateClassifier(ClassifierMixin, PrivateEstimator):
         return self.classes is None
 
     def _check_targets(self, where: str, y: Array) -> None:
-        check_classification_targets(y)
+        try:
+            check_classification_targets(y)
+        except TypeError as error:  # such as None among texts
+            raise ValueError(
+                f"{where}: y has labels that cannot be sorted ({error}). Give labels of one type."
+            ) from None
         classes = self.classes
         if isinstance(classes, str) and classes != "public":
             raise ValueError(f'{where}: classes={classes!r} must be "public", or the classes in a sequence, or None.')
