@@ -97,6 +97,25 @@ def test_the_teacher_follows_from_the_content_alone(made):
     assert len(teachers.unique()) == 20
 
 
+TABLES = {
+    "texts": lambda rows: np.array(rows),
+    "bytes": lambda rows: np.array(rows).astype("S"),
+    "structured": lambda rows: (
+        pd.DataFrame(rows).to_records(index=False).astype(f"U{max(len(row[0]) for row in rows)},U9")
+    ),
+    "numbers": lambda rows: np.array([[len(cell) / 2 if len(cell) > 9 else len(cell) for cell in row] for row in rows]),
+    "frame": lambda rows: pd.DataFrame(TABLES["numbers"](rows)).itertuples(index=False),
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_one_row_that_changes_the_type_of_a_table_changes_no_other_teacher(table):
+    """A long text or a fraction is a wider type for all rows: nearly all teachers were others."""
+    rows = [[f"{'x' * (i % 7)}", f"{'y' * (i % 5)}"] for i in range(30)]
+    teachers = [tp.teachers_of(TABLES[table]([*rows, last]), 10**6)[:30] for last in (["x", "y"], ["x" * 13, "y"])]
+    assert torch.equal(*teachers)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

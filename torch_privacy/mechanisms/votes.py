@@ -29,9 +29,10 @@ MOST_VOTES = 2**24  # float32 counts up to here
 def teachers_of(examples: Iterable[Any], num_teachers: int, *, seed: int = 0) -> Tensor:
     """Returns the number of each example's teacher, (n,) from 0 to ``num_teachers - 1``.
 
-    It is a function of the example's own content and of the seed, which is public. So one example more or less changes
-    the data of one teacher. If examples were dealt out in their order, one more would move all that follow. Equal
-    examples have the same teacher.
+    It is a function of the example's own content and of the seed, which is public. A number counts as the same in every
+    type that holds it, and a text in arrays of every width. So one example more or less changes the data of one
+    teacher. If examples were dealt out in their order, one more would move all that follow. Equal examples have the
+    same teacher.
 
     Args:
         examples: tensors, arrays, images, texts, numbers, or tuples, lists or dicts of these; of other types those with
@@ -45,7 +46,7 @@ def teachers_of(examples: Iterable[Any], num_teachers: int, *, seed: int = 0) ->
 
     Example:
         >>> teachers_of([[1, 2], [3, 4], [1, 2]], 10).tolist()
-        [6, 0, 6]
+        [4, 6, 4]
     """
     whole("teachers_of", at_least=1, num_teachers=num_teachers)
     whole("teachers_of", seed=seed)
@@ -64,20 +65,40 @@ def _content(example: Any) -> bytes:
     return plain if isinstance(plain, bytes) else repr(plain).encode("utf-8", "surrogatepass")
 
 
+def _number(value: float) -> float:
+    """Returns a number as a float, if that is the same: one fraction makes floats of the whole numbers beside it."""
+    try:
+        return float(value) if float(value) == value else value
+    except OverflowError:
+        return value
+
+
 def _plain(value: Any) -> Any:
-    """Returns the content as bytes, or as a list or object with a ``repr`` that shows it."""
+    """Returns the content as bytes, or as a list or object with a ``repr`` that shows it.
+
+    It must not depend on other examples: an array has one type for all, as wide as the longest text needs.
+    """
     if isinstance(value, Tensor) and value.layout is torch.strided:  # through bytes, as numpy has no bfloat16
-        return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        value = value.detach().cpu() if value.is_complex() else value.detach().cpu().double()
+        return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(value, np.ndarray):
-        return _plain(value.tolist()) if value.dtype.hasobject else value.tobytes()
+        if value.dtype.kind in "biuf":
+            return value.astype(np.float64).tobytes()
+        return (
+            value.tobytes() if value.dtype.kind in "cmM" else _plain(value.tolist())
+        )  # texts are as wide as the longest
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, (int, float)):
+        return _number(value)
     if isinstance(value, Mapping):
         return [(key, _plain(part)) for key, part in value.items()]
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
     if isinstance(value, (set, frozenset)):  # has no order of its own
         return sorted(repr(_plain(part)) for part in value)
-    if hasattr(value, "__array_interface__"):  # an image, or a number of numpy
-        return np.asarray(value).tobytes()
+    if hasattr(value, "__array_interface__"):  # an image
+        return _plain(np.asarray(value))
     if not isinstance(value, str) and _ADDRESS.search(repr(value)):
         raise Refused(
             f"teachers_of: {value!r} shows its place in memory, not its content, so that its teacher would depend on "
