@@ -8,6 +8,7 @@ import pickle
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from ranked import VIEWS, case, difference, start, whole_weights
@@ -146,7 +147,25 @@ class Own(Dataset):
         return torch.from_numpy(self.x[index]) + torch.rand(3), self.y[index]
 
 
+class Frame(Own):
+    """Has a data frame of pandas, with texts and dates beside the numbers."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.frame = pd.DataFrame(self.x).assign(name="a", day=pd.Timestamp("2020-01-01"), none=None, y=self.y)
+        self.x = None
+
+    def __getitem__(self, index):
+        row = self.frame.iloc[index]
+        return torch.tensor([row[0], row[1], row[2]]), int(row["y"])
+
+
+def centered_frame(rows):
+    rows.frame[0] -= rows.frame[0].mean()
+
+
 REWRITTEN = {
+    "data frame": (Frame, centered_frame),
     "items made in code": (Own, lambda rows: setattr(rows, "x", rows.x - rows.x.mean(0))),
     "list": (list, centered),
     "subset": (lambda rows: Subset(list(rows), [*range(N)]), lambda rows: centered(rows.dataset)),
@@ -160,7 +179,7 @@ REWRITTEN = {
 def test_rows_that_are_written_are_named(kind):
     make, write = REWRITTEN[kind]
     rows = make(TensorDataset(*(tensor.clone() for tensor in data().tensors)))
-    training = training_of(dataset=rows, num_steps=80)
+    training = training_of(dataset=rows, num_steps=20)
     train(training, steps=3)
     write(rows)
     with pytest.warns(UserWarning, match=r"rows of the data set were written or replaced before step \d"):
@@ -198,6 +217,7 @@ def with_keys(rows):
 
 
 UNCHANGED = {
+    "a data frame with a new column": (Frame, lambda rows: rows.frame.insert(0, "loss", 1.0), None),
     "a cache, counts and another transform": (Caching, lambda rows: setattr(rows, "transform", torch.neg), None),
     "own random numbers": (Flipping, lambda rows: rows.counts.fill(0.0), None),
     "entries with new keys": (lambda rows: [{"x": x, "y": y} for x, y in rows], len, with_keys),

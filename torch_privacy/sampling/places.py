@@ -20,6 +20,7 @@ from .fingerprint import digest_of
 from .item_check import FEWEST
 from .row_laws import StoredRows, stored_in
 from .shadow import DatasetShadow
+from .stored_rows import is_keyed
 
 KEPT_ROWS, KEPT_ENTRIES, KEPT_ITEMS = 1024, 64, 16  # of a tensor, of a list, and of other data sets
 KEPT_BYTES = 2**24  # of the copies of a tensor's rows, or of those of items
@@ -63,18 +64,19 @@ class KeptItems:
         self._kept: list[tuple[int, dict[str, Any]]] = []
         free, stored = KEPT_BYTES, self._stored()
         for item in items:
-            rows = {one.path: copied(one.kind.take(one.value, places)) for one, places in _rows_of(item, stored)}
+            rows = {one.path: copied(_taken(one, places)) for one, places in _rows_of(item, stored)}
             free -= sum(map(_bytes_of, tree_leaves(rows)))
             if rows and (free >= 0 or not self._kept):
                 self._kept.append((item, rows))
 
     def _stored(self) -> list[StoredRows]:
-        """Returns the arrays, lists and tuples in which the data set has rows of its items at present."""
+        """Returns the arrays, lists, tuples and data frames in which the data set has rows of its items at present."""
         try:
             found = stored_in(DatasetShadow(self._dataset), len(self._dataset))
         except Exception:  # of the data set's own code
             return []
-        return [one for one in found if one.laws and (one.kind.is_array or isinstance(one.value, (list, tuple)))]
+        kinds = (one for one in found if one.kind.is_array or isinstance(one.value, (list, tuple)) or _is_frame(one))
+        return [one for one in kinds if one.laws]
 
     def are_current(self) -> bool:
         """True if an item, another one in each call, does not depend on rows that have other numbers than before."""
@@ -83,7 +85,9 @@ class KeptItems:
         item, kept = self._kept[self._turn]
         self._turn = (self._turn + 1) % len(self._kept)
         for stored, places in _rows_of(item, self._stored()):
-            now, before = stored.kind.take(stored.value, places), kept.get(stored.path, MISSING)
+            now, before = _taken(stored, places), kept.get(stored.path, MISSING)
+            if _is_frame(stored) and before is not MISSING:  # a new column is no other content of a row
+                before = before | {name: cells for name, cells in now.items() if name not in before}
             if before is not MISSING and not same(now, before):
                 if self._depends_on(item, stored, places, now, before):
                     return False
@@ -118,6 +122,16 @@ def _rows_of(item: int, stored: list[StoredRows]) -> Iterator[tuple[StoredRows, 
         places = one.laws[0].rows(np.array([item]))
         if 0 < len(places) <= KEPT_ENTRIES:
             yield one, places
+
+
+def _taken(stored: StoredRows, places: np.ndarray) -> Any:
+    """Returns what these rows hold; of a data frame for each column the cells, as texts that can be compared."""
+    rows = stored.kind.take(stored.value, places)
+    return {name: [*map(repr, column.tolist())] for name, column in rows.items()} if _is_frame(stored) else rows
+
+
+def _is_frame(stored: StoredRows) -> bool:
+    return is_keyed(stored.value) and hasattr(stored.value, "iterrows")
 
 
 class Places:
@@ -184,7 +198,8 @@ class Places:
         kept = self._kept  # copied in the first call
         self._turn += 1
         number, rest = divmod(self._turn, 32 if self._is_own else 4)
-        return bool(kept) and not rest and not self._has_moved() and not kept[number % len(kept)].are_current()
+        is_due = not rest or self._turn in (2, 4, 8, 16)  # some trainings are short
+        return bool(kept) and is_due and not self._has_moved() and not kept[number % len(kept)].are_current()
 
     def _has_moved(self) -> bool:
         """True if entries of the list are in other places, where those that are kept cannot be compared."""
