@@ -398,6 +398,13 @@ def test_what_scikit_learn_offers_elsewhere_is_refused():
         PrivateRegressor(**QUICK).fit(x, y)
 
 
+@pytest.mark.parametrize("targets", [np.array([None, *range(19)], object), ["one", *range(19)]], ids=["None", "text"])
+def test_a_target_that_is_no_number_is_one_clear_error(targets):
+    """An example without one was trained on with no gradient, and nothing said so."""
+    with pytest.raises(ValueError, match="targets that are missing or no numbers"):
+        PrivateRegressor(target_bounds=(0, 20), **QUICK).fit(np.zeros((20, 1)), targets)
+
+
 @pytest.mark.parametrize("estimator", [PrivateClassifier, PrivateRegressor, PrivateScaler])
 def test_unknown_arguments_are_named_with_a_reason_or_the_one_that_is_meant(estimator):
     with pytest.raises(TypeError, match=r"there is no class_weight=: .* predict_proba .* Leave it out\."):

@@ -44,7 +44,7 @@ class PrivateRegressor(RegressorMixin, PrivateEstimator):
 
     Raises:
         Refused: ``target_bounds`` is None; and as `PrivateClassifier` does.
-        ValueError: as `PrivateClassifier`.
+        ValueError: targets that are missing or no numbers; and as `PrivateClassifier`.
 
     Example:
         >>> import numpy as np
@@ -77,6 +77,8 @@ class PrivateRegressor(RegressorMixin, PrivateEstimator):
                 "taken from the data would reveal the largest and the smallest target."
             )
         checked_bounds(where, "target_bounds", self.target_bounds, 1)
+        if y.dtype.kind not in "biuf" or np.isnan(y).any():
+            raise ValueError(f"{where}: y has targets that are missing or no numbers. Leave out these rows.")
 
     def _target(self, where: str, y: Array, plan: NetworkPlan) -> Target:
         low, high = checked_bounds(where, "target_bounds", self.target_bounds, 1)
