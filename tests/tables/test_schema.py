@@ -191,3 +191,19 @@ def test_columns_of_a_table_must_be_those_of_the_schema():
     with pytest.raises(ValueError, match=r"does not name the columns 'a', 'b'. Add \[columns.a\]"):
         schema.check_frame(pd.DataFrame({"x": [1], "y": [1], "a": [1], "b": [1]}), "a.csv")
     schema.check_frame(pd.DataFrame({"x": [1], "a": [1]}), "a.csv", with_target=False)
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        (pd.DataFrame([[1, 2]]), "the column name 0 is no text"),
+        (pd.DataFrame([[1, 2, 3]], columns=["x", "y", "x"]), "the column name 'x' is no text, or comes twice"),
+        ({"x": [1], "y": [1]}, "is of type dict, and must be a data frame"),
+    ],
+    ids=["numbers", "twice", "dict"],
+)
+def test_a_frame_without_a_name_of_its_own_for_each_column_is_refused(frame, message):
+    """Of a column that came twice nothing was learnt, and the cause was not said."""
+    schema = Schema((Column("x", "number", (0, 1)), Column("y", "number", (0, 1))), "y", "regression")
+    with pytest.raises(ValueError, match=message):
+        schema.check_frame(frame, "the table")

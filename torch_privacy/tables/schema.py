@@ -251,7 +251,16 @@ class Schema:
         A table to predict (``with_target=False``) needs the features alone, and may have more columns. The sentence
         names the schema's file, ``declared_in``.
         """
-        have = [str(name) for name in frame.columns]
+        if not hasattr(frame, "iloc") or not hasattr(frame, "columns"):
+            raise ValueError(f"{where}: is of type {type(frame).__name__}, and must be a data frame of pandas.")
+        have = [*frame.columns]
+        if strange := [name for name in have if not isinstance(name, str)] + [
+            *frame.columns[frame.columns.duplicated()]
+        ]:
+            raise ValueError(
+                f"{where}: the column name {strange[0]!r} is no text, or comes twice. Give each a name of its own, "
+                "such as by frame.rename(columns=str)."
+            )
         needed = [column.name for column in (self.columns if with_target else self.features)]
         if lacking := [name for name in needed if name not in have]:
             cure = "" if with_target else " Rename a column or add an empty one: an empty cell counts as missing."
