@@ -63,11 +63,13 @@ def owner_codes(owners: Any, n: int, where: str) -> tuple[NDArray[np.int64], lis
     Raises:
         ValueError: there are not n owners, or one is missing.
     """
-    codes, names = needed("pandas").factorize(needed("pandas").Series(list(owners), dtype=object))
-    if len(codes) != n:
-        raise ValueError(f"{where}: got {len(codes)} owners for {n} rows. Pass one owner per row.")
-    texts = [" ".join(str(name).split()) for name in names]
-    if (codes < 0).any() or "" in texts:
+    owners = needed("pandas").Series(list(owners), dtype=object)
+    if len(owners) != n:
+        raise ValueError(f"{where}: got {len(owners)} owners for {n} rows. Pass one owner per row.")
+    place: dict[Any, int] = {}  # of each name; to some versions of pandas a text ends at a zero character
+    codes = np.fromiter((place.setdefault(owner, len(place)) for owner in owners), np.int64, n)
+    texts = [" ".join(str(name).split()) for name in place]
+    if owners.isna().any() or "" in texts:
         raise ValueError(f"{where}: some rows have no owner. Give every row one, or leave these rows out of the file.")
     distinct = {text: i for i, text in enumerate(dict.fromkeys(texts))}  # " a" and "a" are one owner
     return np.array([distinct[text] for text in texts], np.int64)[codes], list(distinct)
