@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import recorded_jacobian, rows_of_one_graph
+from oracle import flat, recorded_jacobian, rows_of_one_graph
 from parts import Calls, losses_of, own_batches, trained
 from scipy import stats
 from torch import nn
@@ -139,6 +139,9 @@ BLACK_BOXES = {
         nn.Flatten(),
     ),
     "in-place and dropout": lambda: nn.Sequential(nn.Linear(3, 9), nn.ReLU(inplace=True), nn.Dropout(0.5)),
+    "a weight that is one number": lambda: Calls(
+        lambda m, x: (x @ m.w) * m.scale, w=torch.randn(3, 4), scale=torch.rand(())
+    ),
     "custom weight outside of torch's functions": lambda: Calls(lambda m, x: x * m.w.exp().cumsum(0), w=torch.rand(3)),
 }
 
@@ -158,7 +161,7 @@ def test_every_strategy_that_works_gives_the_products_of_rows_and_directions(box
             if "custom function" in box or "scripted" in box:
                 pytest.skip(str(error).partition("\n")[0])
             raise
-    expected = rows @ torch.cat([d.flatten(1) for d in v.values()], 1).double().T
+    expected = rows @ flat(v, 1).double().T
     if "with jvp" in box and "double" in strategy:
         pytest.fail("a backward that cannot be differentiated was differentiated")
     torch.testing.assert_close(projections, expected)

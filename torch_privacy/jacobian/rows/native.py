@@ -203,7 +203,7 @@ class ProjectionCheck:
         """Returns (3,) what `judge` must know: the sum's length, the largest difference, and what it is relative to."""
         lengths = [torch.linalg.vector_norm(part).double().to(c.device) for part in total.values()]
         length = torch.stack(lengths).norm()
-        ours = sum(torch.tensordot(v.flatten(1), total[name].flatten(), 1).to(c.device) for name, v in self._v.items())
+        ours = sum(torch.tensordot(v, total[name], v.ndim - 1).to(c.device) for name, v in self._v.items())
         used = c != 0
         projections = torch.where(used[:, None], self._projections.to(c), 0)
         difference = (ours - c @ projections).abs().max()
