@@ -570,6 +570,24 @@ def test_two_trainings_in_a_zip_are_refused():
     assert one.step_count == two.step_count == 6
 
 
+def test_a_loop_that_an_error_left_is_named_until_what_keeps_it_is_deleted():
+    """A function's progress bar is kept by what watches the variables of the loop, and that by the training."""
+    trainings, other = [training_of()], training_of()
+
+    def fit(training, num_made=0):
+        bar = iter(training)
+        for _ in bar:
+            raise ZeroDivisionError(num_made)
+
+    with pytest.raises(ZeroDivisionError):
+        fit(trainings[0])
+    with refused("If that loop was left by an error, delete what keeps it"):
+        loop(other)
+    trainings.clear()
+    loop(other)
+    assert other.step_count == 6
+
+
 def test_a_loop_that_only_a_cycle_of_references_keeps_is_not_waited_for():
     """As one that an error left; Python 3.14 collects cycles late."""
     gc.disable()

@@ -266,8 +266,9 @@ class StepRun:
         """Sets up recording and random numbers for the user's code; ends them with the ``with`` block."""
         if owned_by_another(self):
             raise Refused(
-                "PrivateTraining: a batch of another training waits for its step, and random numbers and recording are "
-                "set up for that one. Call its step first: run the two loops one after the other, not in a zip."
+                "PrivateTraining: a batch of another training waits for its step, with random numbers set up for it. "
+                "Call its step first: run the two loops one after the other, not in a zip. If that loop was left by an "
+                "error, delete what keeps it: that training, or a progress bar over it."
             )
         for act in turn.before:
             act()
