@@ -179,6 +179,7 @@ def test_steps_cost_the_groups_that_were_begun():
     }
 
 
+@pytest.mark.filterwarnings("ignore:.*no ledger on disk")
 def test_under_new_keys_noise_classes_and_groups_begin_anew(monkeypatch):
     def made():
         model = torch.nn.Linear(3, 2)

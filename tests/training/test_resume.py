@@ -31,6 +31,7 @@ from trainings import (
 
 import torch_privacy as tp
 from torch_privacy.runs.folder import RunFolder
+from torch_privacy.training import release
 
 
 @pytest.mark.thorough(but=2)
@@ -391,6 +392,26 @@ def test_one_noise_for_two_releases_of_one_process_is_refused():
         train(other, losses=opposite)
     assert torch.equal(parameters_of(other), before)
     assert len(other.ledger) == 2
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("replay", ["exact", "skip"])
+def test_steps_after_a_state_that_no_ledger_on_disk_may_have_are_named(step, replay, tmp_path, monkeypatch):
+    """Made again otherwise, in another process, they would have the same noise; "skip" takes other noise."""
+    training = secret_training()
+    if step:
+        train(training, steps=step)
+    state = training.state_dict()
+    monkeypatch.setattr(release, "_RELEASED", {})  # as in another process
+    for settings, known in (({}, False), ({"run_folder": tmp_path}, step == 0), ({"run_folder": tmp_path}, True)):
+        again = secret_training(**settings)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            again.load_state_dict(copy.deepcopy(state), replay)
+        assert any("no ledger on disk" in str(w.message) for w in warned) == (replay == "exact" and not known)
+        assert any(f"state of step {step}," in line for line in again.statement()["not_covered"]) == (not known)
+        assert (again.state_dict()["noise_key"] != state["noise_key"]) == (replay == "skip" and not known)
+        again.ledger.close()
 
 
 @pytest.mark.parametrize("replay", ["exact", "skip"])

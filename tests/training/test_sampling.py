@@ -288,6 +288,7 @@ def test_microbatches_and_rules_and_a_stop_leave_bits_as_they_are(rule):
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*no ledger on disk")
 @pytest.mark.parametrize("stop", [6, 10])
 def test_under_new_keys_the_epoch_is_paid_again(monkeypatch, stop):
     def made(**settings):
@@ -322,7 +323,7 @@ def test_under_new_keys_the_epoch_is_paid_again(monkeypatch, stop):
     kept = again.state_dict()
     third = made(target_epsilon=20.0)
     third.load_state_dict(copy.deepcopy(kept))
-    assert third.spent() == again.spent()
+    assert third.spent().epsilon == again.spent().epsilon
 
 
 @pytest.mark.every_case

@@ -41,6 +41,7 @@ def test_going_on_before_the_step_is_made_is_refused():
     assert training.step_count == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*no ledger on disk")
 def test_steps_end_where_new_keys_leave_none(monkeypatch):
     settings = {"noise_multiplier": None, "target_epsilon": 3.0, "delta": 1e-3}
     first, again = training_of(**settings), training_of(**settings)

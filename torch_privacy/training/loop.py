@@ -539,6 +539,10 @@ class PrivateTraining(Reporting):
           missing from epsilon. The training then goes on with new keys, so that no noise is used twice. So it does
           where other keys may have begun the epoch of balls and bins since, and pays for another epoch.
 
+        Without a ``run_folder``, what another process released after it had saved the state is unknown. Steps that are
+        then made otherwise, such as with another learning rate, have the noise of theirs under "exact", and epsilon
+        counts one: a warning and the statement's ``not_covered`` say so.
+
         By default "exact", and "skip" if the weights are placed otherwise (another number of ranks, another mesh): sums
         over other parts of a batch are rounded otherwise.
 

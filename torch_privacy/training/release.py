@@ -83,6 +83,11 @@ _RELEASED: dict[bytes, dict[int, str]] = {}
 Keys = tuple[bytes, bytes]  # of noise and sampler
 
 
+def is_known(noise_key: bytes) -> bool:
+    """True if this process has made the key, or a release with it, so that it knows of those that it made."""
+    return noise_key in _RELEASED
+
+
 def new_keys(test_seed: int | None, num_lost: int) -> Keys:
     """Returns new keys from the operating system, or those of a test seed."""
     if test_seed is None:
@@ -133,6 +138,8 @@ class Releases:
         self.plan = plan.begun_anew(since, self.number(since))
         self._ranks, self._made_here = ranks or Ranks(), made_here
         self.noise = _noise(settings, keys[0], since)
+        if not resumed:
+            _RELEASED.setdefault(keys[0], {})
         self.draws = Draws(settings, keys[1], canaries=canaries, placement=placement)
         self._condense = Condenser(self.draws.secret(b"condenser"))
         self._process = os.getpid()

@@ -19,12 +19,22 @@ from ..support.validate import Refused, quoted
 from ..support.warning import warn
 from .machine import Machine, number_of_threads
 from .placement import Whole
-from .release import BEGUN, Keys, Releases, new_keys
+from .release import BEGUN, Keys, Releases, is_known, new_keys
 from .run_files import RunFiles
 from .settings import TrainingSettings, shapes_of
 from .state import Setup, State
 
 WHERE = "PrivateTraining.load_state_dict"
+UNSEEN = (
+    "steps that another process made after it had saved the state of step {}, if there were any: no ledger on disk has "
+    "them, so that they are in no epsilon, and where one was made again with other numbers, both have one noise"
+)
+WARNED = (
+    f"{WHERE}: no ledger on disk says which steps were made after this state was saved. If there were some, and this "
+    "training makes them otherwise (with another learning rate, on another machine), two releases have one noise, and "
+    'epsilon counts one. Pass run_folder= from the start on; or, if there were some, replay="skip", which takes new '
+    "noise. The statement says so under not_covered."
+)
 
 
 class Resuming:
@@ -108,7 +118,7 @@ class Resuming:
             raise ValueError(f'{WHERE}: replay={replay!r} must be "exact" or "skip".')
         setup, state = self._setup, self._state
         saved = self._ranks.from_first(saved)
-        known = self._ranks.from_first(len(setup.ledger))  # to the ledger on disk
+        known, on_disk = self._ranks.from_first((len(setup.ledger), setup.ledger.path is not None))
         with self._ranks.together("loads a state"):
             check_state(saved, setup.settings, setup.mechanism)
             self._check_settings(saved["settings"], saved["trained"])
@@ -129,10 +139,16 @@ class Resuming:
         state.stop_reason = None  # the ledger may have later steps, and of their stop nothing was declared
         if replay is None:
             replay = "exact" if saved["placement"] == setup.placement.in_words else "skip"
+        lacks = known < len(saved["ledger"]["releases"])
+        is_unseen = (lacks or not on_disk) and not is_known(keys[0])
+        if is_unseen:
+            state.unseen = (UNSEEN.format(state.step),)
+            if replay == "exact" and self._ranks.is_first:
+                warn(WARNED)
         if replay == "skip":
             first = state.step
             self._skip_released()
-            if known < len(saved["ledger"]["releases"]) or self._may_lack_start(first):
+            if lacks or is_unseen or self._may_lack_start(first):
                 state.use(self.new_releases(since=state.step, num_lost=num_lost), setup.account)
 
     def _trained(self, *, is_between_steps: bool) -> Mapping[str, Tensor]:

@@ -183,6 +183,7 @@ class State:
         rehearsals: know what was rehearsed.
         step: number of steps made.
         num_non_finite: examples left out so far. Secret.
+        unseen: what the statement says of steps that no ledger may have.
         stop_reason: as declared.
         date: of the last step in this process.
         has_ended: whether a loop has made the last step.
@@ -197,6 +198,7 @@ class State:
     rehearsals: Rehearsals = field(init=False)
     step: int = 0
     num_non_finite: int = 0
+    unseen: tuple[str, ...] = ()
     stop_reason: str | None = None
     date: datetime | None = None
     has_ended: bool = False
@@ -221,7 +223,7 @@ class State:
             self.guard.moved_otherwise(self.step),
             str(rehearsals.coupled or ""),
             frozenset(rehearsals.memory.notes),
-            (*rehearsals.watch.not_covered, *self.outside.not_covered, *self.rewritten.not_covered),
+            (*rehearsals.watch.not_covered, *self.outside.not_covered, *self.rewritten.not_covered, *self.unseen),
             generators(self.tensors.trained.values()),
             iso(self.date or datetime.now(UTC)),
             callbacks,
