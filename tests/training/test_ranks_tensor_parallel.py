@@ -3,6 +3,7 @@
 
 import itertools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -339,8 +340,18 @@ def replicas_of_shards(rank: int) -> None:
 
 
 def positions(rank: int) -> None:
-    make, distribute, batch, _ = models.REFUSED["norm by positions"]
+    refused_while_training("norm by positions")
+
+
+def behind_zeros(rank: int) -> None:
+    """Shards by zeros what follows a norm of every head, so that its rows are zero in the first batch."""
+    refused_while_training("norm of heads", lambda model: nn.init.zeros_(model[2].weight))
+
+
+def refused_while_training(case: str, begin: Callable[[Any], Any] = lambda model: None) -> None:
+    make, distribute, batch, _ = models.REFUSED[case]
     model = make()
+    begin(model)
     distribute(model, init_device_mesh("cpu", (2,)))
     torch.manual_seed(1)
     go(start(model, TensorDataset(batch(N))))
@@ -362,6 +373,7 @@ def positions(rank: int) -> None:
         (sharded_in_part, "not so: 4.bias"),
         (replicas_of_shards, "no replicas of shards"),
         (positions, "SequenceParallel"),
+        (behind_zeros, "the clipped sums of the replicated parameters '1.scale' differ"),
     ],
 )
 def test_what_has_no_slices_is_refused(ranks2, function, message):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ...jacobian.parallel.shards import listed
 from ...mechanisms.base import Mechanism
 from ...mechanisms.estimated_norms import Sketched
 from ...mechanisms.gep import BGEP, GEP
@@ -136,17 +137,26 @@ class _Split(Ranked):
 
     def take(self, mechanism: Mechanism, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
         slices, places = super().take(mechanism, parameters)
-        whole = [name for name in slices if name in self._splits and self._splits[name].dim is None]
+        lengths = {name: torch.linalg.vector_norm(slices[name]) for name in slices if name in self._splits}
+        whole = [name for name in lengths if self._splits[name].dim is None]
+        apart: dict[str, Tensor] = {}
         for bucket in buckets_of({name: slices[name].nbytes for name in whole}):
             for chosen in by_kind({name: slices[name] for name in bucket}):
-                self._copy_first(chosen)
+                apart |= self._copy_first(chosen)
+        _check_alike(lengths, apart)
         return slices, places
 
-    def _copy_first(self, sums: dict[str, Tensor]) -> None:
-        """Overwrites sums (k,) with those of the first rank of the group, in place."""
+    def _copy_first(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Overwrites sums (k,) with those of the first rank of the group, in place; returns how far each moved."""
+        sizes = [len(s) for s in sums.values()]
         flat = torch.cat([*sums.values()])
         dist.broadcast(flat, src=dist.get_global_rank(self._group, 0), group=self._group)
-        torch._foreach_copy_([*sums.values()], [*flat.split([len(s) for s in sums.values()])])  # pyright: ignore[reportPrivateImportUsage]
+        firsts = [*flat.split(sizes)]
+        apart = {
+            name: torch.linalg.vector_norm(s - first) for (name, s), first in zip(sums.items(), firsts, strict=True)
+        }
+        torch._foreach_copy_([*sums.values()], firsts)  # pyright: ignore[reportPrivateImportUsage]
+        return apart
 
     @property
     def shard(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -195,6 +205,36 @@ class _Split(Ranked):
             own += [] if split is None or split.dim is None else [self._index]
             found.append((f"shard {own} of {name}" if own else name, local_of(p)))
         return found
+
+
+def _check_alike(lengths: Mapping[str, Tensor], apart: Mapping[str, Tensor]) -> None:
+    """Refuses sums that this rank has not as the first rank has them, up to rounding.
+
+    The recorder compares the rows of the first batches alone, in which those behind a weight of zeros are zero.
+
+    Args:
+        lengths: of the sums of all parameters.
+        apart: how far those of parameters that all ranks have are from the first rank's.
+
+    Raises:
+        Refused: a rank has only a term of such a parameter's gradient.
+    """
+    if not apart:
+        return
+    device = next(iter(lengths.values())).device
+    own, far = (
+        dict(zip(some, torch.stack([length.double().to(device) for length in some.values()]).tolist(), strict=True))
+        for some in (lengths, apart)
+    )
+    longest = max(own.values())
+    differing = [name for name in far if far[name] > 1e-2 * own[name] + 1e-4 * longest]
+    if differing:
+        raise Refused(
+            f"PrivateTraining: the clipped sums of the replicated parameters {listed(differing)} differ between the "
+            "tensor-parallel ranks: one of them is used on a part of each example only (a norm of every head, "
+            "activations sharded by position), or the losses differ. Nothing was released for this step. Freeze such "
+            "a parameter, and compute the same losses on all ranks."
+        )
 
 
 class TensorParallelWeights(_Split):
