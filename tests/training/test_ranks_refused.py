@@ -47,6 +47,10 @@ def ddp_inside(rank: int) -> None:
     training_of(nn.Sequential(DistributedDataParallel(mlp()), nn.Tanh()))
 
 
+def static_graph(rank: int) -> None:
+    training_of(DistributedDataParallel(mlp(), static_graph=True))
+
+
 def optimizer_made_before(rank: int) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -74,6 +78,7 @@ def frozen_only(rank: int) -> None:
         (data_parallel, "nn.DataParallel splits a batch"),
         (fsdp1, r"FullyShardedDataParallel (FSDP1) keeps its parameters in flat vectors"),
         (ddp_inside, "module '0' is wrapped in DistributedDataParallel. Wrap the whole model"),
+        (static_graph, "static_graph=True"),
         (optimizer_made_before, "fully_shard"),
         (offloaded, "CPUOffloadPolicy"),
         (two_meshes, "2 different device meshes"),

@@ -24,10 +24,18 @@ class Replicated(Ranked):
     Args:
         wrapper: the user's wrapped model.
         ranks: its processes.
+
+    Raises:
+        Refused: ``static_graph=True``.
     """
 
     def __init__(self, wrapper: DistributedDataParallel, ranks: Ranks):
         super().__init__(wrapper.module, ranks)
+        if wrapper.static_graph:
+            raise Refused(
+                "PrivateTraining: DistributedDataParallel was made with static_graph=True, so that its backwards wait "
+                "for a reduction that private training never asks for. Leave it out: nothing is reduced in a backward."
+            )
         self._wrapper = wrapper
         self.part = ranks.rank
         self.num_parts = ranks.size
