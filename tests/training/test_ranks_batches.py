@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks divide one batch between them, add its noise once, and take as long as each other whatever their data."""
 
+import contextlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -253,3 +254,29 @@ def test_an_expert_that_only_one_rank_calls_is_trained_as_in_one_process(ranks2,
     for weights in ranks2.run(sharded_experts, how):
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight)
+
+
+def skipping(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = torch.tanh(m.first(x))
+    return m.last(m.often_skipped(h) if torch.rand(()) < m.chance else h)
+
+
+def skipped(rank: int, how: str, chance: float) -> int:
+    """Returns the number of steps with a layer that each rank skips by random numbers of its own."""
+    model = calls(
+        skipping,
+        first=lambda: nn.Linear(3, 4),
+        often_skipped=lambda: nn.Linear(4, 4),
+        last=lambda: nn.Linear(4, 2),
+        chance=lambda: chance,
+    )
+    training = start(case(model, layers=lambda model: []), how, num_steps=12)
+    with contextlib.suppress(tp.Refused):
+        go(training, of_pair)
+    return training.step_count
+
+
+@pytest.mark.parametrize(("chance", "steps"), [(0.15, 12), (0.0, 8)])
+@pytest.mark.filterwarnings("ignore:PrivateTraining. the losses of the first batch do not reach 'often_skipped")
+def test_a_layer_that_all_ranks_skip_at_first_is_trained_as_in_one_process(ranks2, chance, steps):
+    assert ranks2.run(skipped, "ddp", chance) == [steps, steps]

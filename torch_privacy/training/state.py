@@ -69,7 +69,11 @@ class ReachedParameters:
         examples have reached others. Then all may be missed in the first batches.
         """
         self._num_batches += 1
-        return names if (self.drew or self._varies) and self._num_batches <= PATIENCE else self.names
+        return names if self._is_patient else self.names
+
+    @property
+    def _is_patient(self) -> bool:
+        return (self.drew or self._varies) and self._num_batches <= PATIENCE
 
     def warn_of_missing(self, trained: Collection[str]) -> None:
         """Warns once of parameters that the losses have not reached, if that may be by chance."""
@@ -99,23 +103,26 @@ class ReachedParameters:
         """Joins what the ranks know, if it has changed on one of them; every rank calls it.
 
         Raises:
-            RefusedTogether: the losses of no rank have reached some of the trained parameters.
+            RefusedTogether: the losses of no rank have reached some of the trained parameters, which none `may_miss`.
         """
+        self._num_batches += 1
         if changed:  # a bit for each name, as all ranks have the same ones in the same order
             bits = [*(name in self.names for name in trained), *(name not in self.padding for name in trained)]
-            known = ranks.gather((np.packbits(bits).tobytes(), self._mechanism.learned()))
-            joined = np.bitwise_or.reduce([np.frombuffer(packed, np.uint8) for packed, _ in known])
+            known = ranks.gather((np.packbits(bits).tobytes(), self._mechanism.learned(), self.drew, self._varies))
+            joined = np.bitwise_or.reduce([np.frombuffer(packed, np.uint8) for packed, *_ in known])
             reached, used = np.split(np.unpackbits(joined, count=len(bits)).astype(bool), 2)
             self.names = {name for name, is_reached in zip(trained, reached, strict=True) if is_reached}
             self._note_use({name for name, is_used in zip(trained, used, strict=True) if is_used})
-            self._mechanism.learn([learned for _, learned in known])
+            self._mechanism.learn([learned for _, learned, *_ in known])
+            self.drew, self._varies = (any(flags) for flags in zip(*(flags for _, _, *flags in known), strict=True))
             self._known_to_all = self._known()
         missing = [name for name in trained if name not in self.names]
-        if missing:
+        if missing and not self._is_patient:
             raise RefusedTogether(never_reached(missing))
+        self.warn_of_missing(trained)
 
     def _known(self) -> Any:
-        return frozenset(self.names), frozenset(self.padding), repr(self._mechanism.learned())
+        return frozenset(self.names), frozenset(self.padding), repr(self._mechanism.learned()), self.drew, self._varies
 
 
 @dataclass(frozen=True)
