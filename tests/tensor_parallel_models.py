@@ -92,6 +92,23 @@ class HeadNorm(nn.Module):
         return (x.unflatten(-1, (-1, len(self.scale))) * self.scale).flatten(-2)
 
 
+class PartScale(nn.Module):
+    """Scales the features of this rank by its part of a vector."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x):
+        return x * (self.scale.to_local() if isinstance(self.scale, DTensor) else self.scale)
+
+
+def part_scale_plan(model, mesh):
+    """Shards the scale with the features."""
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model[1].scale = nn.Parameter(distribute_tensor(model[1].scale, mesh, [Shard(0)], src_data_rank=None))
+
+
 class Scaled(nn.Module):
     """A linear layer with a weight that is computed from two parameters."""
 
@@ -312,6 +329,12 @@ REFUSED = {  # name -> (the same, what the refusal says)
         by({"0": ColwiseParallel(), "2": RowwiseParallel()}),
         vectors,
         "'1.scale' have other norms on each",
+    ),
+    "part of a vector": (
+        lambda: nn.Sequential(nn.Linear(6, 8), PartScale(8), nn.Linear(8, 3)),
+        part_scale_plan,
+        vectors,
+        r"'1.scale' is a distributed tensor, and the forward uses this rank's part of it \(to_local",
     ),
     "norm of heads beside longer rows": (
         lambda: nn.Sequential(nn.Linear(6, 8), HeadNorm(2), nn.Linear(8, 3), nn.Linear(3, 200)),

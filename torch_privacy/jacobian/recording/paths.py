@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 
 from ...support.validate import Refused
 from ..parallel.ranks import NO_OTHERS, ModelRanks, peers_of
-from ..parallel.shards import attention_is_split, refuse_split_positions
+from ..parallel.shards import attention_is_split, is_distributed, listed, refuse_split_positions
 from .calls import Call, edge_of
 from .functions import without_numbers
 from .graph import Graph
@@ -154,7 +154,7 @@ def reach(recorder: Recorder, losses: Tensor, may_miss: Iterable[str], path_of: 
 
 
 def _check_weights(recorder: Recorder, calls: Sequence[Call], unrecorded: Sequence[Call]) -> None:
-    """Raises if a parameter is complex, or was written into between its use and the recording's start."""
+    """Raises if a parameter is complex, was written into since the recording's start, or is a part outside of an op."""
     tensors = recorder.tensors
     weights: dict[int, Tensor] = {}
     for call in calls:
@@ -169,6 +169,14 @@ def _check_weights(recorder: Recorder, calls: Sequence[Call], unrecorded: Sequen
     if not unrecorded:
         return
     uses = [use for call in unrecorded for use in call.uses]
+    parts = {id(use.weight): use.weight for use in uses if is_distributed(use.weight)}
+    if parts:
+        names = [name for weight in parts.values() for name in tensors.all_names([weight])]
+        raise Refused(
+            f"tape: parameter {listed(names)} is a distributed tensor, and the forward uses this rank's part of it "
+            "(to_local()), or uses it where no op is recorded, so that its rows are not known. Use the parameter "
+            "itself, on distributed data (use_local_output=False in the layer before), or freeze it."
+        )
     written = {id(use.weight): use.weight for use in uses if tensors.source(use.weight) is None}
     if written:
         names = [tensors.all_names([weight])[0] for weight in written.values()]
