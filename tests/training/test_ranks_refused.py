@@ -144,6 +144,20 @@ def test_settings_that_differ_between_ranks_are_refused(ranks2, setting):
     assert f"the ranks differ in {NAMED.get(setting, setting)} (rank 0: " in ranks2.refusal(differing, how, setting)
 
 
+def with_function(rank: int) -> int:
+    """Keeps a function, which each rank has at another place in its memory, in a group of the optimizer."""
+    ballast = [object() for _ in range(1000 * rank)]
+    model = DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD([{"params": [*model.parameters()], "rule": lambda rate: len(ballast)}], lr=0.1)
+    training = training_of(model, optimizer, num_steps=1)
+    go(training, of_pair)
+    return training.step_count
+
+
+def test_functions_in_groups_of_the_optimizer_are_the_same_on_all_ranks(ranks2):
+    assert ranks2.run(with_function) == [1, 1]
+
+
 @SHARDED_OR_NOT
 def test_data_that_were_split_between_ranks_are_refused(ranks2, how):
     assert "the same indices give other examples" in ranks2.refusal(differing, how, "data")

@@ -7,7 +7,6 @@ Source: N. Papernot, S. Song, I. Mironov, A. Raghunathan, K. Talwar, Ú. Erlings
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -19,10 +18,17 @@ from torch import Tensor
 
 from .. import privacy
 from ..privacy.events.pate import ThresholdTests, data_dependent_epsilon, threshold_event, votes_event
-from ..support.validate import Refused, non_negative, plain_numbers, positive, strictly_between, whole
+from ..support.validate import (
+    PLACE_IN_MEMORY,
+    Refused,
+    non_negative,
+    plain_numbers,
+    positive,
+    strictly_between,
+    whole,
+)
 from .noise import Noise
 
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 MOST_VOTES = 2**24  # float32 counts up to here
 
 
@@ -84,9 +90,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.kind in "biuf":
             return value.astype(np.float64).tobytes()
-        return (
-            value.tobytes() if value.dtype.kind in "cmM" else _plain(value.tolist())
-        )  # texts are as wide as the longest
+        # Texts are as wide as the longest.
+        return value.tobytes() if value.dtype.kind in "cmM" else _plain(value.tolist())
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, (int, float)):
@@ -99,7 +104,7 @@ def _plain(value: Any) -> Any:
         return sorted(repr(_plain(part)) for part in value)
     if hasattr(value, "__array_interface__"):  # an image
         return _plain(np.asarray(value))
-    if not isinstance(value, str) and _ADDRESS.search(repr(value)):
+    if not isinstance(value, str) and PLACE_IN_MEMORY.search(repr(value)):
         raise Refused(
             f"teachers_of: {value!r} shows its place in memory, not its content, so that its teacher would depend on "
             "the other examples. Pass the content: tensors, arrays, texts, numbers, or tuples of these."

@@ -2,6 +2,7 @@
 """Provides one-line validators, which raise a ``ValueError``: where, what was given, what is allowed, what to do."""
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 LARGEST = sys.float_info.max
+PLACE_IN_MEMORY = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an object that has none of its own
 AT_A_GLANCE = 8  # names, among which a misspelt one is found by eye
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 

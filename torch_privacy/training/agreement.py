@@ -20,7 +20,7 @@ from ..sampling.batches import Batches, BatchRequest
 from ..sampling.datasets import tensors_and_rows
 from ..sampling.fingerprint import KEY_BYTES, fingerprint
 from ..support.ranks import Ranks, RefusedTogether, num_processes
-from ..support.validate import Refused
+from ..support.validate import PLACE_IN_MEMORY, Refused
 from ..support.version import __version__
 from .placement import Placement, Ranked, local_of
 
@@ -50,17 +50,24 @@ def check_ranks(
     Raises:
         RefusedTogether: names what differs, and the cure.
     """
-    groups = [{key: repr(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     values = {
         **settings,
         "placement": placement.in_words,
-        "optimizer": (type(optimizer).__name__, groups),
+        "optimizer": (type(optimizer).__name__, settings_of_groups(optimizer)),
         "torch": str(torch.__version__),
         "torch_privacy": __version__,
     }
     ranks.check_same(WHERE, values, "All ranks must run the same program with the same settings.")
     _check_replicas(ranks, placement)
     _check_items(ranks, batches)
+
+
+def settings_of_groups(optimizer: Optimizer) -> list[dict[str, str]]:
+    """Returns the settings of an optimizer's groups as texts; of functions and the like no place in this process."""
+    return [
+        {key: PLACE_IN_MEMORY.sub("", repr(value)) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def check_equal_tensors(ranks: Ranks, step: int, tag: bytes) -> None:

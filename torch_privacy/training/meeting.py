@@ -19,8 +19,8 @@ from .agreement import (
     check_still,
     kind_of_turn,
     names_tag,
+    settings_of_groups,
 )
-from .loop_checks import plain
 from .placement import Ranked
 from .rehearsals import RARELY, idle_turn
 from .state import Setup, State, StepSums, optimized
@@ -123,9 +123,7 @@ class MeetingOfRanks(Meeting):
         if self._ranks.size > 1:
             self._placement.let_go()  # an evaluation leaves some weights gathered
             trained = self._setup.tensors().trained
-            groups = self._setup.optimizer.param_groups
-            rates = [repr({k: plain(value) for k, value in group.items() if k != "params"}) for group in groups]
-            tags = names_tag(trained) + names_tag(rates)
+            tags = names_tag(trained) + names_tag(map(repr, settings_of_groups(self._setup.optimizer)))
             messages = self._ranks.exchange(f"begins step {self._state.step}", payload=tags)
             check_same_names(self._ranks, trained, [message[:4] for message in messages])
             check_same_updates(self._state.step, [message[4:] for message in messages])
