@@ -39,7 +39,8 @@ class Performance:
 
     Args:
         microbatch_size: largest number of examples handed out at once, to limit memory; the noise stays the same bit
-            for bit, the clipped sum the same up to rounding. None hands out whole batches.
+            for bit, the clipped sum the same up to rounding (with `Sketched` its directions are those of the
+            microbatch, of the same law). None hands out whole batches.
         memory_budget: peak memory that a step may take, as a multiple of that of non-private training (up to 100) or in
             bytes; it determines what is kept for the clipped sum.
 
