@@ -215,6 +215,22 @@ def test_positions_on_several_ranks_are_refused(ranks2, case):
     assert re.search(REFUSED[case][-1], ranks2.refusal(refused, case))
 
 
+def behind_small_weights(rank):
+    """Asks for the rows of four batches in which those of the norm are nearly zero, and of another one."""
+    model, _, batch = make("norm of heads")
+    last = model[2].weight.detach().clone()
+    for k in range(5):
+        with torch.no_grad():
+            model[2].weight.copy_(last * (1 if k == 4 else 1e-7))
+        with tp.record(model) as tape:
+            losses = losses_of(model, batch(5))
+        tape.jacobian(losses)
+
+
+def test_rows_of_each_batch_are_compared(ranks2):
+    assert "'1.scale' have other norms" in ranks2.refusal(without_spot_checks, behind_small_weights)
+
+
 def split_positions(rank):
     """Records a model that is not distributed itself, in which attention would be split."""
     model, x = nn.Linear(6, 3), torch.randn(5, 4, 6)
