@@ -4,6 +4,7 @@
 import functools
 import subprocess
 import sys
+import types
 from collections import deque
 from dataclasses import dataclass
 
@@ -217,6 +218,32 @@ def test_counters_of_a_class_are_those_of_the_batches_alone():
     Counted.calls = 0
     train(Counted)
     assert Counted.calls == 4
+
+
+IMPORTED = """
+scale = 2.0
+
+class Options:
+    power = 1
+    def of(self, h):
+        return scale * h ** self.power
+
+SHARED = Options()
+SHARED.names = ["a"]
+"""
+
+
+@pytest.mark.parametrize("made", ["Options()", "SHARED"])
+def test_what_another_module_holds_stays_there_when_the_first_forward_takes_it(made):
+    utils = types.ModuleType("utils")
+    exec(IMPORTED, vars(utils))
+
+    def keep(model, h):
+        model.options = model.options or eval(made, vars(utils))  # the first time that the model has anything of utils
+        assert model.options.of(h).shape == h.shape
+
+    assert train(keeping(keep, options=lambda: None), num_steps=1).step_count == 1
+    assert utils.SHARED.names == ["a"]
 
 
 SCRIPT = """

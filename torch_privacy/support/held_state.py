@@ -51,7 +51,7 @@ def state_entries(modules: Modules) -> Iterator[Entry]:
     modules' own classes; defaults, attributes, closures and globals of their methods, of their hooks, and of the
     functions and classes that these name. Classes and functions of libraries are left out.
     """
-    return _Walk(modules).entries()
+    return StateWalk(modules).entries()
 
 
 def place_of(holder: Any) -> int:
@@ -84,13 +84,14 @@ class Attributes(MutableMapping[str, Any]):
         return len(dir(self.target))
 
 
-class _Walk:
+class StateWalk:
     """Walks over what modules hold, once over each object."""
 
     def __init__(self, modules: Modules):
         self._modules = modules
         self._seen = {id(module) for _, module in modules}
-        self._globals: set[tuple[int, str]] = set()
+        self._dictionaries: set[int] = set()  # with the attributes of what was seen
+        self._globals: set[tuple[int, str]] = set()  # named by functions that were seen, whether they exist or not
         self._depth = 0
         self._deeper: list[tuple[str, Any]] = []  # for later, such as the rest of a long linked list
 
@@ -99,6 +100,11 @@ class _Walk:
             yield from self._of_module(prefix, module)
         while self._deeper:
             yield from self._parts(*self._deeper.pop())
+
+    def has_seen(self, holder: Any, key: str) -> bool:
+        """True if the walk would have yielded what this holder had under this key."""
+        here = place_of(holder)
+        return here in self._seen or here in self._dictionaries or (here, key) in self._globals
 
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen or len(self._seen) > MAX_ENTRIES:
@@ -114,6 +120,7 @@ class _Walk:
         if isinstance(module, torch.jit.ScriptModule):
             return
         held = vars(module)
+        self._dictionaries.update((id(buffers), id(held)))
         for key in [key for key in list(held) if key not in _TORCH_ATTRIBUTES]:
             value = held.get(key)
             if type(value) in SIMPLE:
@@ -172,6 +179,7 @@ class _Walk:
         slots = [key for cls in kind.__mro__ for key in slots_of(cls)]
         if not (isinstance(held, dict) or slots) or not self._is_new(value):
             return
+        self._dictionaries.add(id(held))
         for key, part in list(held.items()) if isinstance(held, dict) else ():
             yield f"{name}.{key}", held, key, part
             yield from self._parts(f"{name}.{key}", part)
@@ -197,6 +205,7 @@ class _Walk:
         if not _is_own(func.__module__ or "") or not self._is_new(func):
             return
         name = func.__qualname__
+        self._dictionaries.add(id(vars(func)))
         for key in ("__defaults__", "__kwdefaults__"):
             if (value := getattr(func, key)) is not None:
                 yield f"{name}.{key}", Attributes(func), key, value
@@ -208,9 +217,10 @@ class _Walk:
             yield from self._of_cell(f"{name}.<closure>.{key}", cell)
         space = func.__globals__
         for key in globals_in(func.__code__):
-            if key in space and (id(space), key) not in self._globals:
+            if (id(space), key) not in self._globals:
                 self._globals.add((id(space), key))
-                yield from self._of_global(f"{func.__module__}.{key}", space, key)
+                if key in space:
+                    yield from self._of_global(f"{func.__module__}.{key}", space, key)
 
     def _of_cell(self, name: str, cell: CellType) -> Iterator[Entry]:
         holder = Attributes(cell)

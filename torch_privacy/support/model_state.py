@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .contents import MISSING, Saved, copied, has_entries, length_if_long, local_of, plain_type, same, values_in
-from .held_state import Entry, Modules, place_of, state_entries
+from .held_state import Entry, Modules, StateWalk, place_of, state_entries
 from .own_draws import randn
 from .script_modules import registries_of, scripted, takes_hooks
 
@@ -136,7 +136,9 @@ class ModelState:
 
     def __init__(self, model: nn.Module, parameters: Collection[str] = ()):
         self._modules, self._parameters = [*model.named_modules()], frozenset(parameters)
-        self._entries = [(entry, Saved(entry[3], length_if_long)) for entry in self._current_entries()]
+        self._before = StateWalk(self._modules)
+        entries = chain(self._before.entries(), _parameter_entries(self._modules, self._parameters))
+        self._entries = [(entry, Saved(entry[3], length_if_long)) for entry in entries]
         self._places = {(place_of(holder), key) for (_, holder, key, _), _ in self._entries}
         self._hooks = [(registry, frozenset(registry)) for registry in _hook_registries(self._modules)]
         self._extra = dict(extra_states(self._modules))
@@ -148,11 +150,14 @@ class ModelState:
     def restore(self, except_for: Collection[str] = ()) -> None:
         """Restores everything except for these names: the same objects, with the same content.
 
-        Hooks that were registered since are removed. A forward may register its hooks once, and note in an attribute
-        that it did: with the attribute alone put back, it would register them again.
+        What was added since is removed, but not from objects, classes and functions that are reached since only, such
+        as those of a module that a forward imports: what these hold may be older. Hooks that were registered since are
+        removed, too. A forward may register its hooks once, and note in an attribute that it did: with the attribute
+        alone put back, it would register them again.
         """
         for name, holder, key, _ in list(self._current_entries()):
-            if (place_of(holder), key) not in self._places and name not in except_for:
+            added = (place_of(holder), key) not in self._places and self._before.has_seen(holder, key)
+            if added and name not in except_for:
                 del holder[key]
         for (name, holder, key, value), saved in self._entries:
             if name in except_for:
