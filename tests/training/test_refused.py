@@ -208,6 +208,12 @@ def test_a_tensor_of_inference_mode_is_refused():
         training_of(model, data())
 
 
+def test_a_lazy_layer_is_refused_before_its_first_forward():
+    model = nn.Sequential(network(), nn.LazyLinear(2))
+    with pytest.raises(tp.Refused, match=r"'1.weight', '1.bias' is not initialized yet"):
+        training_of(model, data())
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, torch.optim.SparseAdam])
 def test_optimizers_that_do_not_fit_are_refused(optimizer):
     model, settings = nn.Linear(3, 2), {"expected_batch_size": 2, "num_steps": 3, "noise_multiplier": 1.0}

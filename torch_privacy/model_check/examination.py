@@ -33,7 +33,7 @@ from .rehearsal.kept import draw_halves
 from .rehearsal.rehearsal import Rehearsal, RehearsalMemory
 from .rehearsal.row_digests import RowAnswers
 from .rehearsal.turn import Answers, Turn
-from .requirements import TensorsOf, check_model, check_no_gradient_hooks
+from .requirements import TensorsOf, check_initialized, check_model, check_no_gradient_hooks
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -271,9 +271,7 @@ class _Examination:
 
 def _trainable(model: nn.Module) -> Mapping[str, nn.Parameter]:
     """Returns the parameters that require a gradient; refuses lazy modules, and a model without any."""
-    lazy = [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
-    if lazy:
-        raise Refused(f"check: parameter {quoted(lazy)} is not initialized yet. Run the model on one batch first.")
+    check_initialized(model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise Refused("check: no parameter of the model requires a gradient; there is nothing to train.")

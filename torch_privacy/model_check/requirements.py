@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from ..support.model_state import ModelTensors, ModelTree, Versions
 from ..support.normalization import advice
-from ..support.validate import Refused
+from ..support.validate import Refused, quoted
 
 
 class TensorsOf:
@@ -89,6 +89,7 @@ def check_no_gradient_hooks(trained: Mapping[str, Tensor]) -> None:
 def check_model(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuses unsupported optimizers, and batch normalization in training mode, which mixes examples."""
     _check_plain(model, optimizer)
+    check_initialized(model)
     _check_recorded(model)
     if isinstance(optimizer, LBFGS):
         raise Refused("PrivateTraining: LBFGS needs several gradients per step; use a first-order optimizer.")
@@ -117,6 +118,15 @@ def _check_plain(model: nn.Module, optimizer: Optimizer) -> None:
         raise Refused(
             f"PrivateTraining: {wrapped[0]} comes from Opacus. Pass model and optimizer as they were before "
             "make_private: PrivateTraining computes per-example gradients, clips and adds noise itself."
+        )
+
+
+def check_initialized(model: nn.Module) -> None:
+    """Refuses modules that learn their sizes from a first forward, such as `nn.LazyLinear`, before that forward."""
+    lazy = [name for name, t in chain(model.named_parameters(), model.named_buffers()) if nn.parameter.is_lazy(t)]
+    if lazy:
+        raise Refused(
+            f"model: {quoted(lazy)} is not initialized yet. Run the model once, on made-up inputs of the right shape."
         )
 
 
