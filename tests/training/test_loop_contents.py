@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
 
 from torch_privacy.support.contents import same
 from torch_privacy.training import loop_contents
@@ -86,6 +87,14 @@ def test_a_default_argument_has_other_numbers_for_one_run(size, monkeypatch):
     with exchange.exchanging():
         assert not torch.equal(value, torch.arange(size))
     assert torch.equal(value, torch.arange(size))
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array])
+def test_places_where_parts_begin_keep_their_order_with_other_content(make):
+    offsets = {5: make([0, 5, 10, 20])}  # new in a cache, so that there is no earlier content
+    other = torch.as_tensor(other_content(offsets, {})[5])
+    F.embedding_bag(torch.zeros(25, dtype=torch.int64), torch.ones(1, 2), other)  # checks it
+    assert other.tolist() != [0, 5, 10, 20]
 
 
 @pytest.mark.parametrize("often", [True, False])

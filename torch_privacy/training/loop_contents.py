@@ -205,8 +205,19 @@ def _rolled(value: Tensor) -> Tensor:
         other = value.clone()
         local_of(other).copy_(_rolled(local_of(value)))
         return other
-    rolled = value.reshape(-1).roll(1).reshape(value.shape)
+    flat = value.reshape(-1)
+    rolled = flat.roll(1)
+    if _are_offsets(flat):
+        rolled[0] = 0
+    rolled = rolled.reshape(value.shape)
     return value * SMALLER if torch.equal(rolled, value) and value.is_floating_point() else rolled
+
+
+def _are_offsets(value: Tensor) -> bool:
+    """True for whole numbers from 0 that never fall, as places where parts begin: code relies on their order."""
+    if not value.numel() or value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
+        return False
+    return bool(value[0] == 0 and (value[1:] >= value[:-1]).all())
 
 
 def _other_parts(container: Any, old: Any, visits: Visits) -> Any:
