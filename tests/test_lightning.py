@@ -674,7 +674,11 @@ REFUSED = {
     "own optimizer_step": (OwnStep, {}, "OwnStep defines optimizer_step"),
     "own hook": (LogsGradients, {}, "LogsGradients defines on_before_optimizer_step"),
     "coupled losses": (Coupled, {}, "example"),
-    "a metric's state": (KeepsMetric, {}, "the forward changed 'accuracy"),
+    "a metric's state": (
+        KeepsMetric,
+        {},
+        "the forward changed 'accuracy.* A metric, or a list of outputs: update it after the step",
+    ),
     "batch norm": (WithBatchNorm, {}, "batch normalization"),
     "gradient clipping": (Module, {"settings": {"gradient_clip_val": 1.0}}, "gradient_clip_val=1.0"),
     "accumulation": (Module, {"settings": {"accumulate_grad_batches": 2}}, "accumulate_grad_batches=2"),

@@ -44,8 +44,9 @@ CURE = (
 )
 STATE_CURE = (
     "What is kept there carries data past the noise. Take a layer without running statistics, e.g. GroupNorm, put that "
-    "module in eval mode, or return the value from the forward in place of keeping it. If it is only set up in the "
-    "first forward, run the model on made-up inputs once, before the training."
+    "module in eval mode, or return the value from the forward in place of keeping it. A metric, or a list of outputs: "
+    "update it after the step, from what the forward returned (Lightning: in on_train_batch_end). If it is only set up "
+    "in the first forward, run the model on made-up inputs once, before the training."
 )
 ORDER_CURE = (
     "The same losses come in another order: collate_fn, the model or the loop sorts or shuffles the examples. Losses "
