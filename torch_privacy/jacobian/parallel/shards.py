@@ -154,7 +154,6 @@ class PartsOfCall:
         self._func, self._names, self._y = func, names, y
         self._data = [_placement(t) for t in data if is_distributed(t)]
         self._y_place = _placement(y) if is_distributed(y) else None
-        self._local: dict[int, Tensor] = {}
 
     def localized(self, tree: Any, pieces: Mapping[int, Tensor]) -> Any:
         """Returns arguments with this rank's tensors in place of distributed ones; ``pieces`` by the weight's id."""
