@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from itertools import chain
-from multiprocessing.sharedctypes import SynchronizedBase
+from multiprocessing.sharedctypes import SynchronizedBase  # pickle: none, only its type is compared
 from types import CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
