@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from .privacy.budget import Budget as Budget
     from .privacy.loop_audit import LoopAudit as LoopAudit
     from .privacy.planning import plan as plan
-    from .privacy.search import Found as Found
-    from .privacy.search import search_privately as search_privately
     from .runs.report.model_card import model_card as model_card
     from .runs.verify import Verification as Verification
     from .runs.verify import verify as verify
@@ -63,6 +61,8 @@ if TYPE_CHECKING:
     from .training.sampling import Poisson as Poisson
     from .training.sampling import Truncated as Truncated
     from .training.sampling import Varying as Varying
+    from .training.search import Found as Found
+    from .training.search import search_privately as search_privately
     from .training.secret_file import load_secret as load_secret
     from .training.secret_file import save_secret as save_secret
     from .training.settings import Performance as Performance
@@ -84,7 +84,7 @@ _HOME = {
     "EachLayer": "mechanisms.clipping",
     "Flat": "mechanisms.clipping",
     "Examples": "sampling.examples",
-    "Found": "privacy.search",
+    "Found": "training.search",
     "GEP": "mechanisms.gep",
     "GNMax": "mechanisms.votes",
     "GradientCanaries": "sampling.canaries",
@@ -125,7 +125,7 @@ _HOME = {
     "plan": "privacy.planning",
     "record": "jacobian",
     "save_secret": "training.secret_file",
-    "search_privately": "privacy.search",
+    "search_privately": "training.search",
     "teachers_of": "mechanisms.votes",
     "verify": "runs.verify",
 }

@@ -27,12 +27,12 @@ from torch_privacy.experiments.task import ACCURACY, Settings, Task, check_numbe
 from torch_privacy.mechanisms.noise import Noise
 from torch_privacy.privacy.budget_file import new_run
 from torch_privacy.privacy.release import new_fingerprint
-from torch_privacy.privacy.search import search_privately
 from torch_privacy.privacy.spent import CHOICE_OF_SETTINGS
 from torch_privacy.privacy.summary import attacker_as_json
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.support import validate as _check
 from torch_privacy.training.bound_data import reserve
+from torch_privacy.training.search import search_privately
 
 HELD_OUT = 0.1  # share of the private training data on which runs are ranked
 CALIBRATIONS = 10  # halvings of the range of one run's epsilon

@@ -9,7 +9,7 @@ import pytest
 
 import torch_privacy as tp
 from torch_privacy.privacy import FinitePair, KnownProfile, Laplace, Repeated, compose
-from torch_privacy.privacy.search import search_privately
+from torch_privacy.training.search import search_privately
 
 ONE_RUN = ((Laplace(1.0), 1),)
 
@@ -107,3 +107,18 @@ def test_other_events_and_runs_that_return_no_pair_are_refused():
     with pytest.raises(tp.Refused, match=r"returned NoneType: must be the pair \(score, result\)"):
         search_privately(lambda c: runs.append(c), [1], event)  # pyright: ignore[reportArgumentType]
     assert len(runs) == 1
+
+
+def searched_on_rank(rank: int, means: list[float]) -> tuple[list[int], int, str]:
+    tried, event = [], Repeated(ONE_RUN, means[rank], "geometric")
+    found = search_privately(lambda c: (tried.append(c) or float(rank - c), f"model {c} of {rank}"), [1, 2, 3], event)
+    assert found is not None
+    return tried, found.candidate, found.result
+
+
+def test_ranks_make_the_same_runs_and_find_the_same_best_one(ranks2):
+    (tried, best, first), (tried_by_other, best_of_other, second) = ranks2.run(searched_on_rank, [30.0, 30.0])
+    assert tried == tried_by_other
+    assert best == best_of_other == min(tried)
+    assert (first, second) == (f"model {best} of 0", f"model {best} of 1")
+    assert "the ranks differ in event" in ranks2.refusal(searched_on_rank, [30.0, 20.0])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selects hyper-parameters on private data by a secret number of private runs; only the best run is released."""
 
+import json
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,8 +9,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from ..privacy import Repeated, event_to_dict
+from ..support.ranks import Ranks
 from ..support.validate import Refused
-from . import Repeated
 
 Candidate = TypeVar("Candidate")
 Result = TypeVar("Result")
@@ -41,11 +43,14 @@ def search_privately(
         candidates: the settings to draw from, each equally likely; chosen independently of the data.
         event: the releases of one run and the distribution of K. Record it in a ledger, once.
 
+    Of several ranks all call it, and make the same runs together, as many as rank 0 draws, ranked by its scores.
+
     Returns:
         The best run, with ties broken at random; None if no run happened (only with Poisson), which the price includes.
 
     Raises:
-        Refused: a score is NaN, or a run returns no pair. Nothing of the search is released then.
+        Refused: a score is NaN, a run returns no pair, or ranks differ in candidates or event. Nothing of the search is
+            released then.
         ValueError: there is no candidate, or ``event`` is no `Repeated`; nothing was run.
 
     Source: Liu & Talwar (2019), arXiv:1811.07971; Papernot & Steinke (2022), arXiv:2110.03620.
@@ -64,15 +69,22 @@ def search_privately(
             f"search_privately: event={event!r} must be a Repeated, such as Repeated(((event, 1),), mean=10): the "
             "releases of one run, and how the number of runs is drawn."
         )
-    generator = np.random.default_rng(secrets.randbits(256))
+    ranks = Ranks.here("search_privately")
+    given = {"number of candidates": len(candidates), "event": json.dumps(event_to_dict(event))}
+    ranks.check_same("search_privately", given, "Give all ranks the same candidates and the same event.")
+    generator = np.random.default_rng(ranks.from_first(secrets.randbits(256)))
     best: Found[Candidate, Result] | None = None
     ties = 0
     for _ in range(event.draw(generator)):
         candidate = candidates[int(generator.integers(len(candidates)))]
-        found = run(candidate)
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
-            raise Refused(f"search_privately: run returned {type(found).__name__}: must be the pair (score, result).")
+        with ranks.together("has made a run of the search"):
+            found = run(candidate)
+            if not isinstance(found, (tuple, list)) or len(found) != 2:
+                raise Refused(
+                    f"search_privately: run returned {type(found).__name__}: must be the pair (score, result)."
+                )
         score, result = found
+        score = ranks.from_first(score)  # that of another rank may have noise of its own
         if not score == score:  # NaN has no rank
             raise Refused(
                 "search_privately: a score is not a number. Return -inf as the score of a failed run, so that the "
