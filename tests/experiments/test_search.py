@@ -59,6 +59,23 @@ def test_nan_scores_are_worst_and_ties_go_to_the_first():
     assert best_of(trials).candidate == {"k": 1}
 
 
+def test_settings_that_diverge_rank_lowest_and_end_no_search(monkeypatch, tmp_path, capsys):
+    people = synthetic_adult(600, 60, 0)
+    monkeypatch.setattr("torch_privacy_papers.bu2020.adult.load_adult", lambda *args, **kwargs: people)
+    monkeypatch.setattr("torch_privacy_papers.bu2020.adult.synthetic_adult", lambda **kwargs: people)
+    settings = {"noise_multiplier": 1.0, "expected_batch_size": 64, "epochs": 0.3}
+    candidates = [{"learning_rate": 1e30}, {"learning_rate": 0.1}]
+    assert best_of([*on_stand_in("adult", candidates, projections=0, **settings)]).candidate == candidates[1]
+    job = PrivateSearch("adult", candidates, **LAW, **settings)
+    assert [job._one_run(number)[0] > -1e9 for number in (0, 1)] == [False, True]
+    none = PrivateSearch("adult", candidates[:1], **LAW, **settings)
+    with pytest.raises(ValueError, match=r"every run have diverged, and .*ledger\.jsonl has the price"):
+        none.run(RunFolder(tmp_path / "run"))
+    few = ["--epochs", "0.3", "--batch-size", "64", "--run", str(tmp_path / "new")]
+    assert run(["search", "adult", "--learning-rate", "1e30", "--noise-multiplier", "1", *few]) == 2
+    assert "no setting has a finite score, so nothing was trained" in capsys.readouterr().err
+
+
 def test_synthetic_people_are_drawn_by_the_seed():
     one, same, other = (synthetic_adult(200, 50, seed).train.tensors[0] for seed in (0, 0, 1))
     assert torch.equal(one, same)

@@ -122,6 +122,8 @@ def search(
     best, content = _try(experiment, candidates, projections, public, fixed, quiet=output.silent)
     if not then_train or not output.as_json:
         print_result(content, _lines(content), output.as_json)
+    if then_train and content["score"] is None:
+        raise ValueError("search: no setting has a finite score, so nothing was trained. Try smaller learning rates.")
     if then_train:
         train_in(folder, experiment, chosen | best, output, Processes(), {"search": content})
 

@@ -7,6 +7,7 @@ of runs is random and secret, and only the best run is released: the search is o
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -33,6 +34,7 @@ from torch_privacy.runs.folder import RunFolder
 from torch_privacy.support import validate as _check
 from torch_privacy.training.bound_data import reserve
 from torch_privacy.training.search import search_privately
+from torch_privacy.training.weights import has_diverged
 
 HELD_OUT = 0.1  # share of the private training data on which runs are ranked
 CALIBRATIONS = 10  # halvings of the range of one run's epsilon
@@ -103,6 +105,11 @@ class PrivateSearch:
                     "search: the number of runs drawn was 0, which costs as much as any other number: "
                     f"{folder.ledger} has the price. Use --stopping geometric or logarithmic, which make at least one."
                 )
+            if not found.result:
+                raise ValueError(
+                    f"search: the weights of every run have diverged, and {folder.ledger} has the price. Try smaller "
+                    "learning rates or clip norms."
+                )
             results = self._results(found.candidate, found.score)
             folder.write_model(found.result["model"])
             drawn = {} if budget is None else {"data_budget": budget.state.as_json()}
@@ -135,11 +142,13 @@ class PrivateSearch:
         return task
 
     def _one_run(self, number: int) -> tuple[float, dict[str, Any]]:
-        """Trains with one candidate; returns its noisy score, and what is released if it wins."""
+        """Trains with one candidate; returns its noisy score, and what is released if it wins; none if it diverged."""
         settings = replace(self.candidates[number], target_epsilon=None, noise_multiplier=self.noise[number])
         task = self._study.task(settings)
         held_out = _held_out(len(task.train))  # pyright: ignore[reportArgumentType]
         training = trained(settings, replace(task, train=Subset(task.train, np.flatnonzero(~held_out).tolist())))
+        if has_diverged(training.model):
+            return -math.inf, {}
         ranked_on = replace(task, test=Subset(task.train, np.flatnonzero(held_out).tolist()))
         right = round(test_score(ranked_on, training.model) * int(held_out.sum()))
         count = {"right": torch.tensor([right], dtype=torch.float32)}

@@ -20,6 +20,7 @@ from torch_privacy.experiments.task import Settings, Task, check_numbers, check_
 from torch_privacy.privacy import PlannedTraining
 from torch_privacy.support import validate as _check
 from torch_privacy.training.machine import number_of_threads
+from torch_privacy.training.weights import has_diverged
 
 TRIED = ("learning_rate", "clip_norm", "expected_batch_size")
 
@@ -90,10 +91,18 @@ def best_of(trials: Sequence[Trial]) -> Trial:
 
 
 def trained(settings: Settings, task: Task, projections: int = 0) -> tp.PrivateTraining:
-    """Trains privately to the end without writing files; with projections by estimated norms, on public data alone."""
+    """Trains privately without writing files, to the end or until it has diverged, which ranks lowest.
+
+    With projections norms are estimated, on public data alone.
+    """
     with number_of_threads(task.num_threads):
-        *_, (training, network) = _steps(settings, task, projections)
-        training.model.load_state_dict(network.state_dict())
+        steps = _steps(settings, task, projections)
+        training, network = next(steps)
+        while not has_diverged(training.model):  # released weights show it; a further step may be refused
+            if (further := next(steps, None)) is None:
+                training.model.load_state_dict(network.state_dict())
+                break
+            training, network = further
     return training
 
 
@@ -138,7 +147,9 @@ def simulated(
 
 
 def rank(task: Task, training: tp.PrivateTraining) -> float:
-    """Returns the test score with the sign that makes larger better; -inf unless it is finite."""
+    """Returns the test score with the sign that makes larger better; -inf unless it is finite and weights are."""
+    if has_diverged(training.model):
+        return -np.inf
     score = test_score(task, training.model)
     score = score if task.score.measure.larger_is_better else -score
     return score if np.isfinite(score) else -np.inf

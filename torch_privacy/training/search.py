@@ -49,8 +49,8 @@ def search_privately(
         The best run, with ties broken at random; None if no run happened (only with Poisson), which the price includes.
 
     Raises:
-        Refused: a score is NaN, a run returns no pair, or ranks differ in candidates or event. Nothing of the search is
-            released then.
+        Refused: a score is NaN, a run returns no pair, or ranks differ in candidates or event. Nothing of the
+            search is released then.
         ValueError: there is no candidate, or ``event`` is no `Repeated`; nothing was run.
 
     Source: Liu & Talwar (2019), arXiv:1811.07971; Papernot & Steinke (2022), arXiv:2110.03620.
