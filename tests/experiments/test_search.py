@@ -2,6 +2,7 @@
 """Settings searched for: on stand-in data, and on the private data with the price of choosing in the ledger."""
 
 import json
+import warnings
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -117,6 +118,21 @@ def test_a_private_search_states_one_event_for_all_its_runs(tmp_path, monkeypatc
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "ledger.jsonl", "model.safetensors", "privacy.json", "results.json", "settings.json"
     }  # fmt: skip
+
+
+def test_a_private_search_shows_no_warning_of_its_runs(tmp_path, monkeypatch):
+    people = synthetic_adult(200, 20, 0)
+    people.train.tensors[0][:150] = torch.nan  # of which each training warns
+    monkeypatch.setattr("torch_privacy_papers.bu2020.adult.load_adult", lambda *args, **kwargs: people)
+    settings = {"noise_multiplier": 1.0, "expected_batch_size": 64, "epochs": 0.4}
+    job = PrivateSearch("adult", [{"learning_rate": 0.1}], **LAW, **settings)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        job._one_run(0)
+        assert shown
+        shown.clear()
+        job.run(RunFolder(tmp_path / "run"))
+        assert not shown
 
 
 def test_a_private_search_does_not_say_how_long_it_took_and_so_how_many_runs_it_made(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -99,7 +100,9 @@ class PrivateSearch:
                 reservation.settle()  # its price does not depend on how it ends
             ledger.record(self.event, 0, new_fingerprint("search"))
             ledger.close()
-            found = search_privately(self._one_run, range(len(self.candidates)), self.event)
+            with warnings.catch_warnings():  # those of runs that did not win are no release, nor is their number
+                warnings.simplefilter("ignore")
+                found = search_privately(self._one_run, range(len(self.candidates)), self.event)
             if found is None:
                 raise ValueError(
                     "search: the number of runs drawn was 0, which costs as much as any other number: "

@@ -38,8 +38,8 @@ def search_privately(
     Args:
         run: candidate -> (score, result). One call must release no more than ``event.releases`` **for any candidate**:
             score and result are functions of these releases and public data alone. It must have no other output: no
-            files, logs or prints of runs that did not win. The date of the run that won, as in its statement, is no
-            part of the result: with that of the search's end it says how many runs came after it.
+            files, logs, prints or warnings of runs that did not win. The date of the run that won, as in its statement,
+            is no part of the result: with that of the search's end it says how many runs came after it.
         candidates: the settings to draw from, each equally likely; chosen independently of the data.
         event: the releases of one run and the distribution of K. Record it in a ledger, once.
 
