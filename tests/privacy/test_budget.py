@@ -209,10 +209,25 @@ def test_settled_later_run_gives_back_its_share(budget):
 def test_run_of_the_same_name_does_not_reserve_again(budget):
     for _ in range(2):
         run = budget.reserve([(Gaussian(5.0), 4)], "a run", run="one")
-        run.begin()
+    run.begin()
     assert len(budget.state.runs) == 1
     with pytest.raises(Refused, match=r"run one has reserved .* and would now release"):
         budget.reserve([(Gaussian(4.0), 4)], "a run", run="one")
+
+
+def test_run_that_has_begun_is_not_resumed_without_its_ledger(tmp_path, budget):
+    def resume(name, ledger=None):
+        return budget.reserve([(Gaussian(5.0), 4)], "a run", run=name, ledger=ledger)
+
+    resume("one").begin()
+    begun_in(tmp_path / "2", budget, run="two").close()
+    for name, ledger in (("one", None), ("one", tmp_path / "new"), ("one", tmp_path / "2"), ("two", None)):
+        with pytest.raises(Refused, match="has begun, and no ledger of its own says what it has released"):
+            resume(name, ledger)
+    resume("two", tmp_path / "2").begin()
+    (tmp_path / "2").unlink()
+    with pytest.raises(Refused, match="has begun, and no ledger of its own"):
+        resume("two", tmp_path / "2")
 
 
 def test_run_is_settled_from_its_own_ledger_alone(tmp_path, budget):

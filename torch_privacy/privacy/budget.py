@@ -24,7 +24,7 @@ from .budget_file import (
     new_run,
     state_in,
 )
-from .budget_runs import Reservation, check_complete, check_no_copy, warning_of
+from .budget_runs import Reservation, check_complete, check_goes_on, warning_of
 from .calibrate import largest_number, log_ratio, most_steps
 from .compose import compose
 from .events.banded import of_own_run
@@ -224,11 +224,13 @@ class DataBudget(Budget):
             releases: all that the run may release, as pairs (event, how often).
             what: the run in words, such as "a histogram of ages".
             run: a name for it, by which a resumed run finds its reservation; by default a new one.
-            ledger: the file in which the run records its releases, if it does.
+            ledger: the file in which the run records its releases, if it does; a run that has begun is not resumed
+                without.
 
         Raises:
             Refused: what is left of the budget does not suffice, an event has another unit or relation, or the run has
-                reserved other releases before, or has its ledger in another file, of which this one is a copy.
+                reserved other releases before, has begun and has no ledger of its own in this file, or has its ledger
+                in another file, of which this one is a copy.
         """
         found, name = self._checked(releases), run or new_run()
         with locked(self.path) as (file, state):
@@ -251,7 +253,7 @@ class DataBudget(Budget):
                     "Resume it with the settings it began with, or begin a new run."
                 )
             else:
-                check_no_copy(known, ledger)
+                check_goes_on(known, ledger)
         return Reservation(self, name, tuple(found if known is None else known.reserved))
 
     def bind(self, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -57,10 +57,10 @@ class Reservation:
             self.budget._settle(self.run, releases, reason, fingerprints, warning, ends_writer=False)
 
 
-def _ledger_of(known: BudgetRun) -> Ledger | None:
-    """Returns the ledger that a run has named, if the file is there and is still that of the run."""
+def _ledger_of(known: BudgetRun, path: str | os.PathLike[str] | None) -> Ledger | None:
+    """Returns the ledger in a file, if the file is there and is that of the run."""
     try:
-        found = None if known.ledger is None else Ledger.read(known.ledger)
+        found = None if path is None else Ledger.read(path)
     except (OSError, Refused):
         return None
     return found if found is not None and found.run == known.run else None
@@ -68,15 +68,24 @@ def _ledger_of(known: BudgetRun) -> Ledger | None:
 
 def warning_of(known: BudgetRun) -> str:
     """Returns why the releases in a run's ledger are not private, as far as there is a file that says so."""
-    found = _ledger_of(known)
+    found = _ledger_of(known, known.ledger)
     return "" if found is None else found.warning
 
 
-def check_no_copy(known: BudgetRun, ledger: str | os.PathLike[str] | None) -> None:
-    """Refuses a copy of a run's ledger beside the one that the run has named: both would draw what is reserved once."""
+def check_goes_on(known: BudgetRun, ledger: str | os.PathLike[str] | None) -> None:
+    """Refuses to go on with a run that has begun, unless its ledger says what it has released.
+
+    A copy of the ledger beside the one that the run has named is refused: both would draw what is reserved once.
+    """
+    if known.has_begun and known.settled is None and _ledger_of(known, ledger) is None:
+        raise Refused(
+            f"Budget: run {known.run} has begun, and no ledger of its own says what it has released since, so that "
+            "it may not release it again. Settle it (torch-privacy budget settle) and begin a new run, or resume it "
+            "with its ledger."
+        )
     if ledger is None or Path(ledger).absolute() == Path(known.ledger or ""):
         return
-    if _ledger_of(known) is not None and not _is_same_file(ledger, known.ledger):
+    if _ledger_of(known, known.ledger) is not None and not _is_same_file(ledger, known.ledger):
         raise Refused(
             f"Budget: run {known.run} has its ledger in {known.ledger!r}, and {str(ledger)!r} is a copy of it: both "
             "would draw what was reserved once. Resume the run where it began, or begin a new one in a new folder."
@@ -89,7 +98,7 @@ def _is_same_file(path: str | os.PathLike[str], other: str | None) -> bool:
 
 def check_complete(known: BudgetRun, ledger: Ledger) -> None:
     """Refuses a ledger that lacks releases of the one that the run has named, such as an older copy."""
-    recorded = _ledger_of(known)
+    recorded = _ledger_of(known, known.ledger)
     if recorded is not None and len(recorded) > len(ledger):
         raise Refused(
             f"Budget: run {known.run} has {len(recorded)} releases in {known.ledger!r}, and the ledger given has "
