@@ -168,6 +168,22 @@ def test_training_releases_nothing_after_a_stop_declared_within_its_loop(tmp_pat
     assert len(training.ledger) == 1
 
 
+def test_training_that_its_budget_no_longer_has_is_refused_at_the_end_and_keeps_its_model(tmp_path, budget, data):
+    training = begun(tmp_path / "run", budget, data)
+    before = budget.path.read_bytes().splitlines(keepends=True)[0]
+
+    def go_on():
+        for x, y in training:
+            budget.path.write_bytes(before)  # an older copy
+            training.step(F.cross_entropy(training.model(x), y, reduction="none"))
+
+    with pytest.raises(tp.Refused, match=r"has no run '\w+'"):
+        go_on()
+    with pytest.raises(tp.Refused, match=r"has no run '\w+'"):
+        training.statement()
+    assert (tmp_path / "run/model.safetensors").exists()
+
+
 def test_lost_steps_are_paid_by_what_is_reserved(budget):
     event, other = privacy.Gaussian(20.0), privacy.Gaussian(21.0)
     reserved = budget.reserve([(event, 4), (other, 1)], "a run")

@@ -40,9 +40,15 @@ class Reservation:
         return 0 if min(left.values(), default=0) < 0 else min(left[event], most)
 
     @property
-    def drawn(self) -> BudgetRun | None:
-        """Returns what the file has of the run."""
-        return self.budget.state.run(self.run)
+    def drawn(self) -> BudgetRun:
+        """Returns what the file has of the run; refuses a file that lacks it, such as an older copy of the budget's."""
+        return self.budget._known(self.budget.state, self.run)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the budget and what is drawn from it, this run included, for statements."""
+        if self.run:
+            _ = self.drawn
+        return self.budget.state.as_json()
 
     def begin(self) -> None:
         """Notes that the run begins to read rows; refuses a run that is settled."""

@@ -390,8 +390,10 @@ class PrivateTraining(Reporting):
                     state.guard.deactivate()
                     state.rehearsals.watch.end_loop()
                     self._resuming.end_loop()
-            self._draw(setup.account.settle)
-            self._write_at_end()
+            try:
+                self._draw(setup.account.settle)
+            finally:  # also where the budget cannot be written: the model is there then
+                self._write_at_end()
 
     def _handed_out_by(self, run: Run, loop: object) -> Generator[Any, None, StepSums | None]:
         """Yields the batches of a run; returns its sums if it ended without one, and else None: `step` has released."""

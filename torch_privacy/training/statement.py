@@ -136,7 +136,7 @@ class Account:
             return
         self.is_settled = True
         drawn = reservation.drawn
-        if drawn is None or drawn.settled is not None:
+        if drawn.settled is not None:
             return
         made = counted(reservation.budget.unknown(self._ledger.made))
         releases = made if reason or includes(made, drawn.reserved) else None  # else outcomes may have decided the stop
@@ -239,7 +239,7 @@ class Account:
             "noise_factor": noise_factors(progress.num_trained, settings.largest_noise),
             "target_epsilon": settings.target_epsilon,
             "budget": None if budget is None else {"epsilon": budget.epsilon, "delta": budget.delta},
-            **({} if self._reservation is None else {"data_budget": self._reservation.budget.state.as_json()}),
+            **({} if self._reservation is None else {"data_budget": self._reservation.as_json()}),
             "delta": settings.delta,
             "epsilon": self._as_json(covering),
             "epsilon_of_steps_made": self._as_json(self.profile()),

@@ -294,7 +294,7 @@ class GeneratorRun:
             if self._budget is not None:
                 fingerprints = [release.fingerprint for release in ledger.releases]
                 reservation = self._reserve(self.scale, ledger.run)
-                if reservation.drawn is None or reservation.drawn.settled is None:  # of a run that was killed here
+                if reservation.drawn.settled is None:  # of a run that was killed here
                     reservation.settle(fingerprints=fingerprints)
             statement = of_marginals(self.settings, ledger, self.source.num_units, self.data_budget)
         self.folder.write_json(self.folder.privacy, with_generator(statement, self.settings, not_covered))
