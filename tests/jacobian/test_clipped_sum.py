@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the clipped sum, computed during the backward and under a memory budget, with explicit rows."""
 
+from functools import partial
+
 import pytest
 import torch
 from cases import CASES, losses_of
@@ -179,3 +181,15 @@ def test_no_second_backward_in_half_precision(autocast, monkeypatch):
         with Tape(trained(model), (), layouts, 4) as tape, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             losses = model(x).float().square().sum(1)
         assert tape.clipped_sum(losses, one_group(model), clip_to(1.0))
+
+
+@pytest.mark.parametrize("budget", [LEAST, MOST])
+def test_rows_are_checked_in_a_later_batch_if_the_first_ones_have_rows_that_are_not_finite(budget, monkeypatch):
+    monkeypatch.setattr(MemoryBudget, "wants_second_backward", budget == LEAST)
+    model, x, layouts = torch.nn.Linear(3, 4), torch.randn(5, 3), Layouts()
+    model.weight.register_hook(lambda g: 2 * g)
+    of_batch = partial(clipped_sum, model, layouts=layouts, groups=one_group(model), clip=clip_to(1.0))
+    for _ in range(PROOFS):
+        of_batch(torch.cat([torch.full((1, 3), torch.nan), x]), memory_budget=budget)
+    with pytest.raises(tp.Refused, match="do not add up to the native gradient"):
+        of_batch(x, memory_budget=budget)

@@ -103,7 +103,7 @@ class LayoutFinder:
 
     def check(self) -> RowCheck | None:
         """Returns a check of the rows against a native backward, if one is due."""
-        if not self._peers.any(self.measured and self._request.verify and not self._are_verified()):
+        if not self._peers.any(self._request.verify and not self._are_verified()):
             return None
         dtypes, losses, merging = self._reached.dtypes(), self._reached.losses, self._request.merging
         if self._native is None:
@@ -115,7 +115,7 @@ class LayoutFinder:
     def learn(self, found: FoundLayouts, check: RowCheck | None) -> None:
         """Remembers that the layouts, and the rows if they were checked, are right."""
         self._note_confirmed(found)
-        if check is not None:
+        if check is not None and self._peers.all(check.is_conclusive):
             self._layouts.note_verified(self._kinds, self._reached.num_losses)
 
     @cached_property

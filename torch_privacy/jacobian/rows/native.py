@@ -108,20 +108,25 @@ class RowCheck:
         native: with a weight for each row.
         dtypes: the floating-point types between losses and parameters.
         peers: ranks that have parts of the same parameters.
+
+    Attributes:
+        is_conclusive: whether `conclude` could compare them, as it cannot where a row is not finite.
     """
 
+    is_conclusive = False
+
     def __init__(self, native: ProjectedSum, dtypes: Collection[torch.dtype], peers: Peers = ALONE):
-        self._peers, self._dtypes = peers, dtypes
+        self._peers = peers
         products = product_rounding(native.weights.device)
         self._native, self._tolerance = native, max(products, *(torch.finfo(dtype).eps for dtype in dtypes)) ** 0.5
         n = float(native.weights.abs().sum())
         self._floors = {name: n * _floor(p, dtypes) for name, p in native.parameters.items()}
-        self._differences = {name: [-product for product in products] for name, products in native.products.items()}
-        self._squares: Tensor | float = 0.0
+        self.begin()
 
-    def fresh(self) -> RowCheck:
-        """Returns the same check, before any rows were added."""
-        return RowCheck(self._native, self._dtypes, self._peers)
+    def begin(self) -> None:
+        """Forgets the rows that were added."""
+        self._differences = {n: [-product for product in some] for n, some in self._native.products.items()}
+        self._squares: Tensor | float = 0.0
 
     @property
     def directions(self) -> list[dict[str, OuterProduct]]:
@@ -145,7 +150,8 @@ class RowCheck:
         assert isinstance(self._squares, Tensor)
         weights = self._native.weights
         scale = float((weights.abs() * self._squares.sqrt().to(weights)).sum())
-        if not math.isfinite(scale):
+        self.is_conclusive = math.isfinite(scale)
+        if not self.is_conclusive:
             return None
         most = {name: self._tolerance * scale + floor for name, floor in self._floors.items()}
         wrong = [name for name, some in self._differences.items() if not math.hypot(*some) <= most[name]]

@@ -104,7 +104,9 @@ class StreamedSum:
         try:
             self._backward(request, budget.fresh(may_drop=may_drop), check, True)
         except NothingKept:
-            self._backward(request, budget.fresh(), None if check is None else check.fresh(), True)
+            if check is not None:
+                check.begin()
+            self._backward(request, budget.fresh(), check, True)
 
     def _wants_second_backward(self) -> bool:
         """True if nothing need be kept of the rows but norms: a second backward gives the sum, if one is wanted."""
