@@ -206,3 +206,18 @@ def test_gradient_override_is_refused():
     model.weight.register_hook(lambda g: 2 * g)
     with pytest.raises(tp.Refused, match=r"rows of parameter 'weight' do not add up to the native gradient"):
         recorded_jacobian(model, torch.randn(5, 3), losses_of)
+
+
+def test_overflow_of_float16_is_not_called_a_bug():
+    """The row has entries of 5e4; four times as much is beyond float16."""
+    model, x = nn.Linear(3, 4).float(), torch.ones(1, 3, dtype=torch.float32)
+    with tp.record(model) as tape, torch.autocast("cpu", torch.float16):
+        losses = model(x).float().sum(1) * 5e4
+    rows = tape.jacobian(losses, retain_graph=True)
+    native = ProjectedSum(tape.parameters, torch.tensor([4.0]))
+    with native.watching(losses):
+        torch.autograd.grad(losses, native.leaves, native.weights)
+    check = RowCheck(native, {torch.float16})
+    check.add(rows)
+    with pytest.raises(tp.Refused, match="'weight', 'bias' cannot be checked"):
+        check.conclude()

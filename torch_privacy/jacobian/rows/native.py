@@ -157,6 +157,13 @@ class RowCheck:
         wrong = [name for name, some in self._differences.items() if not math.hypot(*some) <= most[name]]
         if not wrong:
             return None
+        endless = [name for name in wrong if not all(map(math.isfinite, self._native.products[name]))]
+        if endless:
+            return (
+                "tape: the gradients of the examples are finite, but with random weights they overflow in the "
+                f"backward of the batch, so that those of parameter {', '.join(map(repr, endless))} cannot be checked. "
+                "Compute in bfloat16 or float32, not in float16; or scale the losses down."
+            )
         return (
             f"tape: the rows of parameter {', '.join(map(repr, wrong))} do not add up to the native gradient. "
             "This is a bug in torch_privacy, or the model overrides a gradient (custom backward, gradient "
