@@ -123,7 +123,8 @@ class LayoutFinder:
         return [kind_of_call(call) for call in self._reached.calls]
 
     def _are_verified(self) -> bool:
-        return self._layouts.verified(self._kinds, self._reached.num_losses)
+        layouts, path, n = self._layouts, self._reached.path, self._reached.num_losses
+        return layouts.verified(path, n) or layouts.verify(path, self._kinds, n)
 
     # What is claimed
 

@@ -75,6 +75,7 @@ class Layouts:
         self._by_call: dict[tuple[tuple, bool], tuple[Kind, int]] = {}
         self._batches: Counter[bool] = Counter()
         self._verified: Counter[tuple[tuple, bool]] = Counter()
+        self._verified_paths: set[tuple[int, bool]] = set()
         self._footprints: dict[tuple[int, bool], Footprint] = {}
         self._random = random.Random(system_seed())
         self.filled = FilledTensors()
@@ -109,6 +110,7 @@ class Layouts:
             self._proofs.pop((path, is_one), None)
             self._closed.pop((path, is_one), None)
             self._footprints.pop((path, is_one), None)
+            self._verified_paths.discard((path, is_one))
 
     # What is known
 
@@ -124,9 +126,16 @@ class Layouts:
         """True if enough batches were measured to trust the model with n examples."""
         return any(self._batches[key] >= PROOFS for key in relevant_keys(n))
 
-    def verified(self, calls: Iterable[CallKind], n: int) -> bool:
+    def verified(self, path: int, n: int) -> bool:
+        """True if the rows of a batch of n on a path need no native backward, as `verify` has found."""
+        return (path, n == 1) in self._verified_paths
+
+    def verify(self, path: int, calls: Iterable[CallKind], n: int) -> bool:
         """True if enough batches with calls of these kinds agreed with native backwards to trust one of n examples."""
-        return all(any(self._verified[kind, key] >= PROOFS for key in relevant_keys(n)) for kind in calls)
+        if not all(any(self._verified[kind, key] >= PROOFS for key in relevant_keys(n)) for kind in calls):
+            return False
+        self._verified_paths.add((path, n == 1))
+        return True
 
     def recall(self, path: int, calls: Sequence[Call], n: int) -> list[Layout] | None:
         """Returns the layout of every call for a batch of n; None unless enough batches have proved this path."""
