@@ -3,6 +3,7 @@
 
 import itertools
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -254,7 +255,7 @@ def moving(rank: int) -> None:
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("default:PrivateTraining. the trained weights were changed")  # by rank 1 alone
 def test_weights_that_drift_on_one_rank_are_refused(ranks2):
-    assert "after 2 steps rank 1 has other weights than a rank with the same shard" in ranks2.refusal(moving)
+    assert re.search(r"sums of .*'4\.bias' differ .* a rank has other weights", ranks2.refusal(moving))
 
 
 def resumed(rank: int) -> float:

@@ -32,8 +32,8 @@ UNSEEN = (
 WARNED = (
     f"{WHERE}: no ledger on disk says which steps were made after this state was saved. If there were some, and this "
     "training makes them otherwise (with another learning rate, on another machine), two releases have one noise, and "
-    'epsilon counts one. Pass run_folder= from the start on; or, if there were some, replay="skip", which takes new '
-    "noise. The statement says so under not_covered."
+    "epsilon counts one. Keep a ledger on disk (run_folder=) from the start on; or, if there were some, pass "
+    'replay="skip", which takes new noise. The statement says so under not_covered.'
 )
 
 

@@ -232,8 +232,8 @@ def _check_alike(lengths: Mapping[str, Tensor], apart: Mapping[str, Tensor]) -> 
         raise Refused(
             f"PrivateTraining: the clipped sums of the replicated parameters {listed(differing)} differ between the "
             "tensor-parallel ranks: one of them is used on a part of each example only (a norm of every head, "
-            "activations sharded by position), or the losses differ. Nothing was released for this step. Freeze such "
-            "a parameter, and compute the same losses on all ranks."
+            "activations sharded by position), or a rank has other weights or losses. Nothing was released for this "
+            "step. Freeze such a parameter, and change weights and compute losses on all ranks alike."
         )
 
 
