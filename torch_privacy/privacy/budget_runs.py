@@ -46,9 +46,10 @@ class Reservation:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the budget and what is drawn from it, this run included, for statements."""
+        state = self.budget.state
         if self.run:
-            _ = self.drawn
-        return self.budget.state.as_json()
+            self.budget._known(state, self.run)  # refuses a file that lacks it
+        return state.as_json()
 
     def begin(self) -> None:
         """Notes that the run begins to read rows; refuses a run that is settled."""

@@ -254,9 +254,8 @@ class Schema:
         if not hasattr(frame, "iloc") or not hasattr(frame, "columns"):
             raise ValueError(f"{where}: is of type {type(frame).__name__}, and must be a data frame of pandas.")
         have = [*frame.columns]
-        if strange := [name for name in have if not isinstance(name, str)] + [
-            *frame.columns[frame.columns.duplicated()]
-        ]:
+        twice = {*frame.columns[frame.columns.duplicated()]}
+        if strange := [name for name in have if not isinstance(name, str) or name in twice]:
             raise ValueError(
                 f"{where}: the column name {strange[0]!r} is no text, or comes twice. Give each a name of its own, "
                 "such as by frame.rename(columns=str)."
