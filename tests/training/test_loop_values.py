@@ -602,9 +602,7 @@ class Strength:
 
 
 class Transformed(Weighted):
-    """Items are multiplied by numbers in the objects of the data set, of its class and of memory that is shared."""
-
-    of_class = 1.0
+    """Items are multiplied by numbers in the objects of the data set, and in memory that is shared."""
 
     def __init__(self):
         super().__init__()
@@ -616,7 +614,7 @@ class Transformed(Weighted):
     def __getitem__(self, index):
         x, y, _ = super().__getitem__(index)
         first, second = self.transforms.steps
-        factor = first.value * second.strength * self.transforms.settings["range"][0] * self.of_class
+        factor = first.value * second.strength * self.transforms.settings["range"][0]
         return x, y, factor * self.shared.value * self.raw.value * self.tensor.item()
 
 
@@ -624,7 +622,6 @@ FOLLOWERS = {
     "Transformed.transforms.steps[0].value": lambda data, loss: setattr(data.transforms.steps[0], "value", loss),
     "Transformed.transforms.steps[1]": lambda data, loss: setattr(data.transforms.steps[1], "strength", loss),
     "Transformed.transforms.settings": lambda data, loss: data.transforms.settings["range"].__setitem__(0, loss),
-    "Transformed.of_class": lambda data, loss: setattr(type(data), "of_class", loss),
     "Transformed.shared": lambda data, loss: setattr(data.shared, "value", loss),
     "Transformed.raw": lambda data, loss: setattr(data.raw, "value", loss),
 }
@@ -639,11 +636,29 @@ def follow(training, data, change):
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", FOLLOWERS)
-def test_numbers_in_the_objects_of_a_data_set_that_follow_losses_are_named(name, monkeypatch):
-    monkeypatch.setattr(Transformed, "of_class", 1.0)
+def test_numbers_in_the_objects_of_a_data_set_that_follow_losses_are_named(name):
     data = Transformed()
     with pytest.warns(UserWarning, match=f"losses depend on '{re.escape(name)}'"):
         follow(training_of(network(), data, num_steps=5), data, FOLLOWERS[name])
+
+
+def of_a_class_that_nothing_names():
+    class Own(Weighted):
+        strength = 1.0
+
+        def __getitem__(self, index):
+            x, y, _ = super().__getitem__(index)
+            return x, y, self.strength
+
+    return Own()
+
+
+def test_numbers_in_the_class_of_a_data_set_that_follow_losses_are_named():
+    data = of_a_class_that_nothing_names()
+    with pytest.warns(UserWarning, match=r"losses depend on 'Own\.strength'"):
+        follow(
+            training_of(network(), data, num_steps=5), data, lambda data, loss: setattr(type(data), "strength", loss)
+        )
 
 
 @pytest.mark.parametrize("name", ["shared", "tensor"])
