@@ -633,6 +633,13 @@ def test_the_known_layout_or_none_is_taken_if_no_weights_decide(order, monkeypat
     tape.jacobian(losses)
 
 
+@pytest.mark.parametrize("order", ["examples first, flat", "time first, flat"])
+def test_no_order_is_needed_where_no_example_has_a_finite_gradient(order):
+    """All are left out, and the training then says that the data hold NaN."""
+    tape, losses = recorded(Ordered(order), Layouts(), torch.full((5, 5, 3), torch.nan), torch.ones(5, 5))
+    assert tape.jacobian(losses).squared_norms().isnan().all()
+
+
 SMALL = {torch.float32: [1e-20, 1e-24, 1e-30, 1e-42, 0.0], torch.float64: [1e-30, 1e-200, 1e-310, 0.0]}
 
 
