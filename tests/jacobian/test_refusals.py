@@ -208,16 +208,21 @@ def test_gradient_override_is_refused():
         recorded_jacobian(model, torch.randn(5, 3), losses_of)
 
 
-def test_overflow_of_float16_is_not_called_a_bug():
-    """The row has entries of 5e4; four times as much is beyond float16."""
-    model, x = nn.Linear(3, 4).float(), torch.ones(1, 3, dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("x", "scale", "weight", "match"),
+    [(1.0, 5e4, 4.0, "'weight', 'bias' cannot be checked"), (1e3, 2.0**-24, 0.25, "too small for float16 may be lost")],
+    ids=["overflow", "underflow"],
+)
+def test_the_range_of_float16_is_not_called_a_bug(x, scale, weight, match):
+    """The cotangent is 5e4, and four times as much beyond float16; or its smallest number, and a quarter of it zero."""
+    model = nn.Linear(3, 4).float()
     with tp.record(model) as tape, torch.autocast("cpu", torch.float16):
-        losses = model(x).float().sum(1) * 5e4
+        losses = model(torch.full((1, 3), x, dtype=torch.float32)).float().sum(1) * scale
     rows = tape.jacobian(losses, retain_graph=True)
-    native = ProjectedSum(tape.parameters, torch.tensor([4.0]))
+    native = ProjectedSum(tape.parameters, torch.tensor([weight]))
     with native.watching(losses):
         torch.autograd.grad(losses, native.leaves, native.weights)
     check = RowCheck(native, {torch.float16})
     check.add(rows)
-    with pytest.raises(tp.Refused, match="'weight', 'bias' cannot be checked"):
+    with pytest.raises(tp.Refused, match=match):
         check.conclude()

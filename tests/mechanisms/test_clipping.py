@@ -432,3 +432,12 @@ def test_rule_of_one_s_own_in_the_documentation_trains(capsys):
 def python_blocks() -> list[str]:
     page = Path(__file__).parents[2] / "docs/clipping.md"
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def test_groups_follow_the_model_in_whichever_order_the_bounds_are_given():
+    """A mapping made from a set has another order in each process, so that ranks would add other norms."""
+    bounds, names = {"b": 0.1, "c": 0.7, "a": 0.3}, ["a.x", "b.x", "c.x", "b.y"]
+    rules = [Groups(dict(some)) for some in (bounds.items(), reversed(bounds.items()))]
+    groups = {"a": ("a.x",), "b": ("b.x", "b.y"), "c": ("c.x",)}
+    assert [list(rule.groups(names).items()) for rule in rules] == [list(groups.items())] * 2
+    assert len({rule.sensitivity(NeighboringRelation.ADD_OR_REMOVE_ONE) for rule in rules}) == 1

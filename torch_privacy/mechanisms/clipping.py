@@ -226,15 +226,20 @@ class Groups(ClippingRule):
         return self
 
     def groups(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        longest = {name: _longest_prefix(name, self.clip_norms) for name in names}
-        unmatched = [name for name, prefix in longest.items() if prefix is None]
+        groups: dict[str, tuple[str, ...]] = {}  # in the order of the names, as that of a mapping may differ by process
+        unmatched = list[str]()
+        for name in names:
+            prefix = _longest_prefix(name, self.clip_norms)
+            if prefix is None:
+                unmatched.append(name)
+            else:
+                groups[prefix] = (*groups.get(prefix, ()), name)
         if unmatched:
             raise ValueError(
                 f"Groups: no prefix in clip_norms matches {quoted(unmatched)}. Given are {quoted(self.clip_norms)}. "
                 "Add prefixes for them, or '' for all remaining parameters, or freeze the parameters."
             )
-        groups = {group: tuple(n for n, prefix in longest.items() if prefix == group) for group in self.clip_norms}
-        return {group: members for group, members in groups.items() if members}
+        return groups
 
     def factors(self, norms: Tensor, group: str = "all") -> Tensor:
         if group not in self.clip_norms:
@@ -242,7 +247,7 @@ class Groups(ClippingRule):
         return clip_factors(norms, self.clip_norms[group])
 
     def sensitivity(self, relation: NeighboringRelation) -> float:
-        return math.hypot(*self.clip_norms.values()) * vectors_changed(relation)
+        return math.hypot(*sorted(self.clip_norms.values())) * vectors_changed(relation)
 
     def scaled(self, factor: float) -> Groups:
         return replace(self, clip_norms={group: bound * factor for group, bound in self.clip_norms.items()})

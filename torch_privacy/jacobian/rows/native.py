@@ -118,6 +118,7 @@ class RowCheck:
     def __init__(self, native: ProjectedSum, dtypes: Collection[torch.dtype], peers: Peers = ALONE):
         self._peers = peers
         products = product_rounding(native.weights.device)
+        self._is_half = torch.float16 in dtypes
         self._native, self._tolerance = native, max(products, *(torch.finfo(dtype).eps for dtype in dtypes)) ** 0.5
         n = float(native.weights.abs().sum())
         self._floors = {name: n * _floor(p, dtypes) for name, p in native.parameters.items()}
@@ -164,10 +165,11 @@ class RowCheck:
                 f"backward of the batch, so that those of parameter {', '.join(map(repr, endless))} cannot be checked. "
                 "Compute in bfloat16 or float32, not in float16; or scale the losses down."
             )
+        half = "Numbers too small for float16 may be lost: try bfloat16 or float32. Else this"
         return (
             f"tape: the rows of parameter {', '.join(map(repr, wrong))} do not add up to the native gradient. "
-            "This is a bug in torch_privacy, or the model overrides a gradient (custom backward, gradient "
-            "hook): freeze that part, and please report it."
+            f"{half if self._is_half else 'This'} is a bug in torch_privacy, or the model overrides a gradient "
+            "(custom backward, gradient hook): freeze that part, and please report it."
         )
 
 
