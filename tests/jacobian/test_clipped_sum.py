@@ -104,9 +104,9 @@ def test_known_layouts_get_spot_checks(wrong, monkeypatch):
     (model, x), layouts, measured = CASES["linear, flattened time first"](), Layouts(), []
     for _ in range(PROOFS):
         clipped_sum(model, x, layouts, one_group(model), clip_to(1.0))
-    ((path, (kinds, count)),) = layouts._proofs.items()
+    (known,) = layouts._on_path.values()
     if wrong:
-        layouts._proofs[path] = ([(dim, "after" if order == "before" else "before") for dim, order in kinds], count)
+        known.kinds = [(dim, "after" if order == "before" else "before") for dim, order in known.kinds]
     monkeypatch.setattr(Layouts, "spot_check_is_due", lambda self: True)
     measure = Layouts.measure
     monkeypatch.setattr(Layouts, "measure", lambda *args: measured.append(1) or measure(*args))

@@ -136,7 +136,8 @@ class Ledger:
             return
         if step > len(self._releases):
             raise Refused(f"Ledger.record: step={step} comes after step {len(self) - 1}; steps must not leave gaps.")
-        check_event("Ledger.record", event)
+        if not self._releases or event is not self._events[self._releases[-1][0]]:  # else checked a step ago
+            check_event("Ledger.record", event)
         index, lines = self._indices.get(event, len(self._events)), list[Line]()
         if index == len(self._events):
             lines.append({"define": index, "event": event_to_dict(event)})

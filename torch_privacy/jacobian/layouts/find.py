@@ -141,9 +141,9 @@ class LayoutFinder:
         """Returns what earlier batches say; a path is known better than its calls."""
         layouts, reached, n = self._layouts, self._reached, self._reached.num_losses
         places, names_of = reached.places, reached.names_of
-        known = layouts.recall(reached.path, places, n)
-        if known is not None:
-            unseen, closed = n > 1 and reached.moves_unseen, layouts.closed(reached.path, n)
+        proven = layouts.recall(reached.path, places, n)
+        if proven is not None:
+            (known, closed), unseen = proven, n > 1 and reached.moves_unseen
             if n == 1 or not (unseen or reached.cuts):
                 return LayoutClaim(Certainty.PROVEN, places, known=known, closed=frozenset() if n == 1 else closed)
             of_calls = known[: len(reached.calls)]

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar
@@ -62,6 +62,24 @@ class Footprint:
         return Footprint(n * self.activations, n * self.least, n * self.part)
 
 
+@dataclass
+class OnPath:
+    """What batches on a path have shown, batches of one apart from larger ones.
+
+    Attributes:
+        kinds, proofs: the layouts of its calls, and how many batches in a row have shown them.
+        closed: numbers of the nodes that had no gradient in any of these.
+        footprint: of one example; None before the first batch.
+        is_verified: whether the rows need no native backward.
+    """
+
+    kinds: list[Kind] = field(default_factory=list)
+    proofs: int = 0
+    closed: frozenset[int] = frozenset()
+    footprint: Footprint | None = None
+    is_verified: bool = False
+
+
 class Layouts:
     """The layouts of every call on a path (see ``path``), and of every call alone, as earlier batches had them.
 
@@ -70,13 +88,10 @@ class Layouts:
 
     def __init__(self) -> None:
         # The second part of a key is true for what batches of one have shown, false for larger ones.
-        self._proofs: dict[tuple[int, bool], tuple[list[Kind], int]] = {}
-        self._closed: dict[tuple[int, bool], frozenset[int]] = {}  # see ``closed``
+        self._on_path: defaultdict[tuple[int, bool], OnPath] = defaultdict(OnPath)
         self._by_call: dict[tuple[tuple, bool], tuple[Kind, int]] = {}
         self._batches: Counter[bool] = Counter()
         self._verified: Counter[tuple[tuple, bool]] = Counter()
-        self._verified_paths: set[tuple[int, bool]] = set()
-        self._footprints: dict[tuple[int, bool], Footprint] = {}
         self._random = random.Random(system_seed())
         self.filled = FilledTensors()
         self.saved_at: dict[tuple, int] = {}  # see ``MadeAgain``
@@ -107,20 +122,14 @@ class Layouts:
 
     def _forget(self, path: int) -> None:
         for is_one in (True, False):
-            self._proofs.pop((path, is_one), None)
-            self._closed.pop((path, is_one), None)
-            self._footprints.pop((path, is_one), None)
-            self._verified_paths.discard((path, is_one))
+            self._on_path.pop((path, is_one), None)
 
     # What is known
 
     def footprint(self, path: int, n: int) -> Footprint | None:
         """Returns the bytes that n examples need on a path; None if no earlier batch took it."""
-        for key in relevant_keys(n):
-            known = self._footprints.get((path, key))
-            if known is not None:
-                return known.times(n)
-        return None
+        known = (self._on_path[path, key].footprint for key in relevant_keys(n))
+        return next((of_one.times(n) for of_one in known if of_one is not None), None)
 
     def settled(self, n: int) -> bool:
         """True if enough batches were measured to trust the model with n examples."""
@@ -128,31 +137,27 @@ class Layouts:
 
     def verified(self, path: int, n: int) -> bool:
         """True if the rows of a batch of n on a path need no native backward, as `verify` has found."""
-        return (path, n == 1) in self._verified_paths
+        return self._on_path[path, n == 1].is_verified
 
     def verify(self, path: int, calls: Iterable[CallKind], n: int) -> bool:
         """True if enough batches with calls of these kinds agreed with native backwards to trust one of n examples."""
         if not all(any(self._verified[kind, key] >= PROOFS for key in relevant_keys(n)) for kind in calls):
             return False
-        self._verified_paths.add((path, n == 1))
+        self._on_path[path, n == 1].is_verified = True
         return True
 
-    def recall(self, path: int, calls: Sequence[Call], n: int) -> list[Layout] | None:
-        """Returns the layout of every call for a batch of n; None unless enough batches have proved this path."""
-        for key in relevant_keys(n):
-            kinds, count = self._proofs.get((path, key), ([], 0))
-            if count >= PROOFS:
-                recalled = [_recall(kind, call, n) for kind, call in zip(kinds, calls, strict=True)]
-                regular = [layout for layout in recalled if isinstance(layout, Layout)]
-                return regular if len(regular) == len(recalled) else None
-        return None
+    def recall(self, path: int, calls: Sequence[Call], n: int) -> tuple[list[Layout], frozenset[int]] | None:
+        """Returns the layout of every call for a batch of n, and the nodes without a gradient where these hold.
 
-    def closed(self, path: int, n: int) -> frozenset[int]:
-        """Returns the numbers of the nodes that had no gradient in any batch that proved this path."""
+        None unless enough batches have proved this path.
+        """
         for key in relevant_keys(n):
-            if self._proofs.get((path, key), ([], 0))[1] >= PROOFS:
-                return self._closed[path, key]
-        return frozenset()
+            known = self._on_path[path, key]
+            if known.proofs >= PROOFS:
+                recalled = [_recall(kind, call, n) for kind, call in zip(known.kinds, calls, strict=True)]
+                regular = [layout for layout in recalled if isinstance(layout, Layout)]
+                return (regular, known.closed) if len(regular) == len(recalled) else None
+        return None
 
     def expect(self, calls: Sequence[Call], names_of: NamesOf, n: int) -> list[Expected] | None:
         """Returns the layout that every call has had on any path so far, to be confirmed; None unless all are known."""
@@ -190,7 +195,7 @@ class Layouts:
 
     def note_footprint(self, path: int, n: int, footprint: Footprint) -> None:
         """Remembers the bytes that a batch of n needed."""
-        self._footprints[path, n == 1] = footprint.times(1 / n)
+        self._on_path[path, n == 1].footprint = footprint.times(1 / n)
 
     def note_verified(self, calls: Iterable[CallKind], n: int) -> None:
         """Remembers that a batch of n with calls of these kinds agreed with native backwards."""
@@ -248,11 +253,10 @@ class Layouts:
             self._prove(path, is_one, regular)
 
     def _prove(self, path: PathTaken, is_one: bool, kinds: list[Kind]) -> None:
-        key = path.number, is_one
-        before, count = self._proofs.get(key, (kinds, 0))
-        is_known = bool(count) and before == kinds
-        self._proofs[key] = kinds, count + 1 if is_known else 1
-        self._closed[key] = self._closed[key] & path.closed if is_known else path.closed
+        known = self._on_path[path.number, is_one]
+        is_known = known.proofs > 0 and known.kinds == kinds
+        known.kinds, known.proofs = kinds, known.proofs + 1 if is_known else 1
+        known.closed = known.closed & path.closed if is_known else path.closed
 
 
 def relevant_keys(n: int) -> tuple[bool, ...]:
