@@ -390,6 +390,7 @@ def test_check_refuses_losses_that_do_not_repeat():
     assert "does not give the same losses twice" in problem.text
     assert "use training.step_count in place of a counter" in problem.text
     assert "a hidden state carried over from the batch before" in problem.text
+    assert "move a teacher where training.step(losses) returns True" in problem.text
 
 
 RANDOM = {

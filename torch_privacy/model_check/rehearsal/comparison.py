@@ -299,11 +299,12 @@ def not_repeating(what: str) -> str:
     """Returns the message for a batch that does not give the same losses twice."""
     return (
         f"rehearsal: the same batch does not give the same losses twice ({what}), so independence cannot be shown. "
-        "Model or loop keep a state of their own (a counter of batches, a running value outside of the model, a hidden "
-        "state carried over from the batch before), or draw random numbers from a generator of their own. Begin each "
-        "example with a new hidden state; use training.step_count in place of a counter, and the global "
-        "generators of torch, numpy or Python, which are set for every batch; or state why examples do not depend on "
-        "each other: Examples(data, assume_independent='...'), which the privacy statement prints."
+        "Model or loop keep a state of their own (a counter of batches, a running value outside of the model, a "
+        "hidden state carried over from the batch before, a teacher that follows the weights), or draw random numbers"
+        " from a generator of their own. Begin each example with a new hidden state; move a teacher where "
+        "training.step(losses) returns True; use training.step_count in place of a counter, and the global generators"
+        " of torch, numpy or Python, which are set for every batch; or state why examples do not depend on each "
+        "other: Examples(data, assume_independent='...'), which the privacy statement prints."
     )
 
 
