@@ -126,7 +126,7 @@ def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
     norms = in_sum_dtype(norms)
     if clip_norm < SMALLEST_NORM:
         norms = norms.clamp(min=SMALLEST_NORM)
-    factors = (clip_norm / norms).clamp_(max=1).nan_to_num_(0)
+    factors = norms.reciprocal().mul_(clip_norm).clamp_(max=1).nan_to_num_(0)
     return torch.threshold_(factors, torch.finfo(factors.dtype).tiny, 0)
 
 

@@ -232,11 +232,12 @@ class ClippedSummation(Summation):
 
     def _factors_of_finite(self, norms: Tensor, group: str) -> tuple[Tensor, Tensor | None]:
         """Returns the factors of the rows with finite norms, and the indices of these rows; None if all are finite."""
-        finite, self.norms_of_groups[group] = norms < math.inf, norms  # one op, where isfinite is four
-        if finite.all():
+        self.norms_of_groups[group] = norms
+        if math.isfinite(float(_largest(norms))):
             factors = checked_factors(self._rule, norms, group)
             self._note(group, factors, norms)
             return factors, None
+        finite = norms < math.inf
         self._non_finite.update((~finite).nonzero().flatten().tolist())
         kept = finite.nonzero().flatten()
         factors = checked_factors(self._rule, norms[kept], group)

@@ -136,7 +136,7 @@ class OuterProducts:
         x, b = zip(*self._groups, strict=True)
         squares = torch.cat([torch.linalg.vector_norm(factor, dim=2) for factor in (*x, *b)]).square_()
         squares += max([factor.shape[2] for factor in (*x, *b)]) * torch.finfo(squares.dtype).tiny
-        of_x, of_b = squares.split(len(squares) // 2)
+        of_x, of_b = squares.chunk(2)
         products = of_x.mul_(of_b)
         return products.sum(0) if len(products) > 1 else products[0]
 

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -175,15 +175,15 @@ class BlockStream:
         self._precision = full_precision(work.reached.losses.device)
         sources = work.reached.sources
         self._open: dict[int, Block] = {}
-        self._awaited = awaited = Counter[int]()
+        self._awaited: dict[int, int] = {}  # uses of each weight to come
         for call in work.reached.calls:
             for use in call.uses:
-                awaited[id(use.weight)] += 1
-        self._sharing, names = Counter[str](), []  # parameters of each block to come
-        for key in awaited:
-            names.append(sources[key].names)
-            self._sharing.update(sources[key].names)
-        self.groups = GroupSums(work, names)
+                self._awaited[id(use.weight)] = self._awaited.get(id(use.weight), 0) + 1
+        blocks = [sources[key].names for key in self._awaited]
+        self._sharing: dict[str, int] = {}  # blocks of each parameter
+        for name in chain.from_iterable(blocks):
+            self._sharing[name] = self._sharing.get(name, 0) + 1
+        self.groups = GroupSums(work, blocks)
 
     def take(self, number: int, g: Tensor | None) -> None:
         work = self._work
@@ -253,10 +253,11 @@ class GroupSums:
             label_of.update(dict.fromkeys(names, label))
             self._blocks[label] = []
         self._labels: dict[tuple[str, ...], dict[str, None]] = {}  # of each block
-        self._held, self._awaited = Counter[str](), Counter[str]()  # bytes and number of each group's blocks
+        self._held, self._awaited = dict.fromkeys(groups, 0), dict.fromkeys(groups, 0)  # bytes and number of its blocks
         for names in blocks:
             self._labels[names] = labels = dict.fromkeys(map(label_of.__getitem__, names))
-            self._awaited.update(labels.keys())
+            for label in labels:
+                self._awaited[label] += 1
         for label in groups:
             if not self._awaited[label]:
                 self._finish(label)
