@@ -13,7 +13,9 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from trainings import training_of
 
 import torch_privacy as tp
+from torch_privacy.sampling.exchanged_items import ExchangedItems
 from torch_privacy.sampling.item_check import item_check
+from torch_privacy.sampling.shadow import DatasetShadow
 
 N = 60
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0))
@@ -345,3 +347,20 @@ def test_training_refuses_items_that_read_others(settings):
         else:
             with pytest.raises(tp.Refused, match="reads other examples"):
                 next(iter(training))
+
+
+class Numbers(Dataset):
+    """Has more items than there is memory for a number of each, and stores none."""
+
+    def __len__(self):
+        return 10**15
+
+    def __getitem__(self, i):
+        return i % 7
+
+
+def test_items_are_fetched_after_others_without_a_list_of_all_items():
+    """Listing all took 9 seconds in each rehearsal of a data set with a million items."""
+    run = ExchangedItems(DatasetShadow.of(Numbers()), np.random.default_rng(0), None, len(Numbers()))
+    items = np.array([3, 10**14])
+    assert run.after_others(items) == run.items(items)

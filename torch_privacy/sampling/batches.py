@@ -19,7 +19,7 @@ from ..support.draws import AS_DRAWN, Drawn, Rule, RunDraws
 from ..support.fixed_draws import drawing
 from ..support.random_state import SeededRandomNumbers, random_position
 from ..support.validate import Refused
-from .datasets import check_map_style, source_of, tensors_and_rows
+from .datasets import behind_subsets, check_map_style, tensors_and_rows
 from .places import Places
 from .shadow import apart
 
@@ -134,8 +134,7 @@ class Batches:
     @cached_property
     def fetches_together(self) -> bool:
         """True if the data set fetches many items in one call, so that they may depend on each other."""
-        source, _ = source_of(self.dataset)
-        return self._tensors is None and hasattr(source, "__getitems__")
+        return self._tensors is None and hasattr(behind_subsets(self.dataset), "__getitems__")
 
     def fetch(self, request: BatchRequest) -> Fetched:
         """Returns the batch of a request, with its items."""

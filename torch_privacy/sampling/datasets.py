@@ -37,8 +37,7 @@ def check_map_style(dataset: Any, name: str = "dataset") -> None:
 def check_taken_once(dataset: Any, where: str) -> None:
     """Refuses data that take a row more than once: in a subset, in parts that overlap, or as an entry of a list."""
     rows = _rows_behind(dataset, {})
-    ordered = np.sort(rows)
-    if (ordered[1:] != ordered[:-1]).all():
+    if (rows[1:] > rows[:-1]).all() or (np.diff(np.sort(rows)) > 0).all():
         return
     values, first, counts = np.unique(rows, return_index=True, return_counts=True)
     place = int(np.argmax(counts > 1))
@@ -121,8 +120,18 @@ def shows_owners(dataset: Any) -> bool:
     return isinstance(dataset, ChosenByOwners)
 
 
+def behind_subsets(dataset: Dataset) -> Dataset:
+    """Returns the data set behind (nested) subsets."""
+    while type(dataset) is Subset or type(dataset) is ChosenByOwners:
+        dataset = dataset.dataset
+    return dataset
+
+
 def source_of(dataset: Dataset) -> tuple[Dataset, np.ndarray | None]:
-    """Returns the data set behind (nested) subsets, and the indices of the chosen examples (None: all)."""
+    """Returns the data set behind (nested) subsets, and the indices of the chosen examples (None: all).
+
+    This takes time in proportion to their number; `behind_subsets` does not.
+    """
     if not (type(dataset) is Subset or type(dataset) is ChosenByOwners):
         return dataset, None
     source, subset = source_of(dataset.dataset)

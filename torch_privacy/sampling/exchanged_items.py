@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,8 +56,12 @@ class ExchangedItems:
         self._parts = shadow, generator, owners, n
         self._shadow, self._generator, self._owners, self._n = self._parts
         self._draws_alike = draws_alike
-        self._seed = generator.bytes(32)
-        self._others = (np.arange(n) + generator.integers(1, n, size=n)) % n
+        self._seed, self._first = generator.bytes(32), generator.integers(n)
+
+    @cached_property
+    def _others(self) -> np.ndarray:
+        """(n,) an item in place of each; made only where rows are exchanged, as it takes time in large data sets."""
+        return (np.arange(self._n) + self._generator.integers(1, self._n, size=self._n)) % self._n
 
     def with_other_numbers(self, *, draws_alike: bool = False) -> ExchangedItems:
         """Returns one with other random numbers."""
@@ -168,7 +172,8 @@ class ExchangedItems:
     def after_others(self, items: np.ndarray, exchanged: Sequence[StoredRows] = ()) -> list[Item]:
         """Returns items, before each of which an item is fetched that does not keep its rows."""
         keep = self._with_owners(items)
-        others = np.setdiff1d(self._others, keep)[: len(items)]
+        some = np.arange(min(self._n, len(keep) + len(items))) + self._first
+        others = np.setdiff1d(some % self._n, keep)[: len(items)]
         pairs = np.stack([np.resize(others, len(items)), items], 1) if len(others) else items[:, None]
         return self.items(pairs.ravel(), exchanged, keep=keep)[pairs.shape[1] - 1 :: pairs.shape[1]]
 

@@ -19,7 +19,7 @@ from ..support.model_state import same, version_of
 from ..support.torch_modes import tensors_in
 from ..support.validate import Refused
 from .batches import Batches, BatchRequest, Fetched, random_numbers_of
-from .datasets import source_of
+from .datasets import behind_subsets, source_of
 
 
 def _start(request: BatchRequest, purpose: str) -> Any:
@@ -158,8 +158,9 @@ class DatasetExamples:
     @property
     def sources(self) -> list[Any]:
         """Returns the data set and, if it is a subset, the one behind it."""
-        source, _ = source_of(self._batches.dataset)
-        return [self._batches.dataset] if source is self._batches.dataset else [self._batches.dataset, source]
+        dataset = self._batches.dataset
+        source = behind_subsets(dataset)
+        return [dataset] if source is dataset else [dataset, source]
 
     @property
     def fetches_here(self) -> bool:
