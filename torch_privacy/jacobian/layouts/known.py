@@ -64,7 +64,7 @@ class Footprint:
 
 @dataclass
 class OnPath:
-    """What batches on a path have shown, batches of one apart from larger ones.
+    """Holds what batches on a path have shown, batches of one apart from larger ones.
 
     Attributes:
         kinds, proofs: the layouts of its calls, and how many batches in a row have shown them.
