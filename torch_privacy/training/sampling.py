@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from .. import privacy
@@ -313,8 +313,11 @@ class StepPlan:
     """
 
     def __init__(self, releases: Iterable[tuple[privacy.Event, int]]):
-        runs = groupby(releases, key=lambda release: release[0])
-        self.releases = [(event, sum(count for _, count in same)) for event, same in runs]
+        self.releases: list[tuple[privacy.Event, int]] = []  # equal neighbors are one entry
+        for event, count in releases:
+            if self.releases and self.releases[-1][0] == event:
+                count += self.releases.pop()[1]
+            self.releases.append((event, count))
         self._ends = [*accumulate(count for _, count in self.releases)]
 
     def __len__(self) -> int:

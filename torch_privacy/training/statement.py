@@ -106,6 +106,8 @@ class Account:
         more = planned != StepPlan([*settings.prior_events, *self._at_first.releases]).releases
         if more and settings.target_epsilon is not None and settings.delta is not None:
             limits.append(privacy.Budget(settings.target_epsilon, settings.delta))  # the noise is for fewer releases
+        if not limits:
+            return num_steps
         begun = isinstance(self._plan.at(made), privacy.BandedGaussian) and made > 0  # a group may go on
         if self._plan.is_constant and not begun:
             left = [limit.remaining(self._plan.at(0), after=released, most=num_steps) for limit in limits]
