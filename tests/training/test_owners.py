@@ -46,7 +46,7 @@ from torch_privacy.mechanisms.base import PRICED_ROUNDING
 from torch_privacy.runs.folder import RunFolder
 from torch_privacy.sampling.owners import Owners, OwnerSampler, owners_of
 from torch_privacy.sampling.samplers import PoissonSampler
-from torch_privacy.training.draws import _cut_between
+from torch_privacy.training.draws import _cuts
 from torch_privacy.training.release import Releases
 
 SIZES = [1, 9, 2, 5, 3, 1, 7, 4, 6, 2]  # of ten owners, 40 examples in all
@@ -240,19 +240,37 @@ def test_the_choice_for_an_owner_does_not_depend_on_the_others():
 # Cuts: U4 ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("microbatch_size", [None, 1, 3, 100])
+@pytest.mark.parametrize("at_once", [None, 1, 3, 100])
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_batches_are_cut_between_owners(number, microbatch_size):
+def test_batches_are_cut_between_owners(number, at_once):
     for sizes in ([4] * 7, [1], [9, 1, 1, 1, 1], [1, 1, 1, 1, 9], np.random.default_rng(1).integers(1, 8, 40)):
         owners = np.repeat(np.arange(len(sizes)), sizes)
-        cuts = _cut_between(owners, number, microbatch_size)
-        parts = [owners[a:b] for of_rank in cuts for a, b in pairwise(of_rank)]
-        assert np.concatenate(parts).tolist() == owners.tolist()
-        assert sum(len(set(part.tolist())) for part in parts) == len(sizes)
-        if microbatch_size is not None:
-            assert all(len(part) <= microbatch_size or len(set(part.tolist())) == 1 for part in parts)
-        if len(sizes) == 7 and number == 2:
-            assert [of_rank[-1] - of_rank[0] for of_rank in cuts] == [16, 12]
+        parts = [
+            [owners[a:b].tolist() for a, b in pairwise(_cuts(owners, number, rank, at_once))] for rank in range(number)
+        ]
+        assert len({len(of_rank) for of_rank in parts}) == 1
+        assert [owner for of_rank in parts for part in of_rank for owner in part] == owners.tolist()
+        of_each = [[len(set(part)) for part in of_rank] for of_rank in parts]
+        assert sum(map(sum, of_each)) == len(sizes)
+        assert max(map(sum, of_each)) - min(map(sum, of_each)) <= 1
+        if at_once is not None:
+            assert max(map(max, of_each)) <= at_once
+
+
+def test_who_shares_a_microbatch_does_not_depend_on_the_examples_of_one_owner():
+    """A layer that is skipped at random for a whole microbatch makes their gradients one random number."""
+    own = np.arange(30)
+    shared = []
+    for of_first in (1, 4):
+        ids = np.append(np.zeros(of_first, int), own[1:])
+        dataset = TensorDataset(torch.arange(len(ids))[:, None] * 1.0, torch.zeros(len(ids)).long())
+        settings = {"owners": ids, "per_owner": 4}
+        training = training_of(
+            dataset=dataset, examples=settings, expected_batch_size=30, performance=tp.Performance(microbatch_size=8)
+        )
+        shared.append([set(ids[share.indices].tolist()) for share in training._state.releases.draws.parts(0)])
+    assert shared[0] == shared[1]
+    assert max(map(len, shared[0])) == 2
 
 
 def test_microbatches_of_three_never_divide_owners_of_four():

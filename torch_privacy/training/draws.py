@@ -70,7 +70,9 @@ class Draws:
     ):
         units = settings.sampling.sampler(settings.num_units, settings.sampling_probability, key)
         self.sampler = units if settings.owners is None else OwnerSampler(settings.owners, units)
-        self._microbatch_size = settings.performance.microbatch_size
+        size, owners = settings.performance.microbatch_size, settings.owners
+        of_unit = 1 if owners is None else owners.per_owner
+        self._units_at_once = None if size is None else max(1, size // of_unit)  # in a microbatch
         self._canaries, self.placement = canaries, placement
         self.indices = lru_cache(maxsize=64)(self._present)  # used by loader, loop and fingerprint
         self.records = self.indices if canaries is None else self._records
@@ -112,28 +114,21 @@ class Draws:
     def parts(self, step: int, units: np.ndarray | None = None, num_rows: int | None = None) -> Sequence[Share]:
         """Returns this rank's share of each microbatch of a step; none if the batch is empty.
 
-        The batch is cut by position, not by data, into one part for each rank; sizes differ by one example at most.
-        Every rank has as many microbatches as any other, if need be with a stand-in. Examples that share a row, as
-        ``units`` and ``num_rows`` say, stay together, and so do those of one owner.
+        The batch is cut by position, not by data, into one part for each rank; sizes differ by one at most, of examples
+        or of owners. Every rank has as many microbatches as any other, if need be with a stand-in. Examples that share
+        a row, as ``units`` and ``num_rows`` say, stay together, and so do those of one owner.
         """
         indices, placement = self.records(step), self.placement
         if not len(indices):
             return []
         number, part = (1, 0) if placement is None else (placement.num_parts, placement.part)
         owners = self.owners(step)
-        if owners is not None:
-            units = owners
-            cuts = _cut_between(owners, number, self._microbatch_size)
-            count = max(len(of_rank) for of_rank in cuts) - 1
-            ends = [*cuts[part], *[cuts[part][-1]] * count][: count + 1]
-            shares = [np.arange(start, end) for start, end in pairwise(ends)]
-        elif units is None or num_rows is None:
-            positions = np.array_split(np.arange(len(indices)), number)[part]
-            size = self._microbatch_size or len(indices)
-            count = ceil(ceil(len(indices) / number) / size)
-            shares = [positions[k * size : (k + 1) * size] for k in range(count)]
-        else:
+        if owners is None and units is not None and num_rows is not None:
             shares = [np.flatnonzero(np.isin(units, np.array_split(np.arange(num_rows), number)[part]))]
+        else:
+            units, places = owners, np.arange(len(indices)) if owners is None else numbered(owners)
+            cuts = _cuts(places, number, part, self._units_at_once)
+            shares = [np.arange(start, end) for start, end in pairwise(cuts)]
         return [self._share(indices, own, units, numbers_anew=owners is not None) for own in shares]
 
     def _share(self, indices: np.ndarray, own: np.ndarray, units: np.ndarray | None, *, numbers_anew: bool) -> Share:
@@ -150,21 +145,16 @@ class Draws:
         return indices[~self._canaries.has_record(indices)] - self._canaries.num_examples
 
 
-def _cut_between(owners: np.ndarray, number: int, microbatch_size: int | None) -> list[list[int]]:
-    """Returns, for each of ``number`` ranks, the ends of its microbatches in a batch of owners in ascending order.
+def _cuts(places: np.ndarray, number: int, part: int, at_once: int | None) -> np.ndarray:
+    """Returns where each microbatch of one of ``number`` ranks begins and ends, for ascending places of examples.
 
-    Cuts are between owners only. Ranks get about as many examples each; a microbatch has at most ``microbatch_size``,
-    unless one owner has more.
+    Examples of one place stay together. Ranks get equally many places, but for one, and a microbatch ``at_once`` of
+    them: so no number of examples at one place decides which others share a microbatch, and its random numbers.
     """
-    ends = np.append(np.flatnonzero(np.diff(owners)) + 1, len(owners))  # of each owner's examples
-    size, cuts, start = microbatch_size or len(owners), [], 0
-    for rank in range(1, number + 1):
-        wanted = len(owners) * rank / number
-        last = int(ends[min(np.searchsorted(ends, wanted), len(ends) - 1)]) if rank < number else len(owners)
-        cuts.append([start])
-        while start < last:
-            fitting = int(np.searchsorted(ends, start + size, side="right")) - 1
-            following = int(np.searchsorted(ends, start, side="right"))
-            start = min(int(ends[max(fitting, following)]), last)
-            cuts[-1].append(start)
-    return cuts
+    count = int(places[-1]) + 1
+    least, over = divmod(count, number)
+    first, last = (rank * least + min(rank, over) for rank in (part, part + 1))
+    most = least + (over > 0)
+    at_once = at_once or most
+    ends = np.minimum(first + at_once * np.arange(ceil(most / at_once) + 1), last)
+    return np.searchsorted(places, ends)
