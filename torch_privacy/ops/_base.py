@@ -185,6 +185,11 @@ class Use(ABC):
         return ()
 
     @property
+    def padding(self) -> int | None:
+        """Returns the row of ``weight`` that never gets a gradient by this use; None if every row may."""
+        return None
+
+    @property
     def kind(self) -> str:
         """Name of the rule."""
         return type(self).__name__

@@ -185,6 +185,10 @@ class EmbeddingUse(Use):
     ids: Tensor
     padding_idx: int | None = None
 
+    @property
+    def padding(self) -> int | None:
+        return None if self.padding_idx is None else self.padding_idx % len(self.weight)
+
     def example_dims(self, b_ndim: int) -> list[int]:
         return list(range(self.ids.ndim))
 
@@ -236,6 +240,10 @@ class BagUse(Use):
 
     bags: Bags
     mean: bool
+
+    @property
+    def padding(self) -> int | None:
+        return self.bags.padding_idx
 
     def example_dims(self, b_ndim: int) -> list[int]:
         return [0]

@@ -54,7 +54,7 @@ class ReachedParameters:
 
     def __init__(self, padding: Mapping[str, int], mechanism: Mechanism):
         self.names: set[str] = set()  # later losses may miss these
-        self.padding = dict(padding)  # of tables that were used for look-ups alone
+        self.padding = dict(padding)  # of tables in which this row has had a gradient in no use
         self._mechanism = mechanism
         self.drew = False  # whether random numbers were drawn in some turn
         self._last: set[str] | None = None  # what the turn before has reached
@@ -82,17 +82,21 @@ class ReachedParameters:
             self._has_warned = True
             warn(WARNED.format(quoted(missing)))
 
-    def note(self, reached: Collection[str], used_otherwise: Collection[str]) -> None:
-        """Adds what a batch has reached: layers that are skipped at random are reached when they are not skipped."""
+    def note(self, reached: Collection[str], padding: Mapping[str, Collection[int | None]] | None) -> None:
+        """Adds what a batch has reached: layers that are skipped at random are reached when they are not skipped.
+
+        ``padding`` has, for each parameter, the row without a gradient of each use; None if uses are not known.
+        """
         reached, last = set(reached), self._last
         self._varies |= last is not None and last != reached
         self._last = reached
         self.names |= reached
-        self._note_use(used_otherwise)
+        rows = self.padding
+        self._note_use([name for name, row in rows.items() if padding is None or padding.get(name, {row}) != {row}])
 
-    def _note_use(self, used_otherwise: Collection[str]) -> None:
-        """Notes parameters that are no tables of look-ups alone."""
-        self.padding = {name: row for name, row in self.padding.items() if name not in used_otherwise}
+    def _note_use(self, names: Collection[str]) -> None:
+        """Notes tables in which the row of padding may have a gradient."""
+        self.padding = {name: row for name, row in self.padding.items() if name not in names}
 
     @property
     def has_changed(self) -> bool:

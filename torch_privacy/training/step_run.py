@@ -391,7 +391,7 @@ class StepRun:
                 observe_on=direction,
             )
         summation.check_bound()
-        reached.note(tape.reached, tape.used_otherwise if isinstance(tape, Tape) else reached.padding.keys())
+        reached.note(tape.reached, tape.padding if isinstance(tape, Tape) else None)
         if is_alone:
             reached.warn_of_missing(tape.parameters)
         return sums

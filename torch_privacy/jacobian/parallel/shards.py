@@ -252,6 +252,11 @@ class ShardedLookUpUse(EmbeddingUse):
     """
 
     elsewhere: Tensor | None = None
+    of_table: int | None = None  # the row of padding in the whole table
+
+    @property
+    def padding(self) -> int | None:
+        return self.of_table
 
     @staticmethod
     def of(use: Use, weight: Any) -> ShardedLookUpUse:
@@ -261,8 +266,9 @@ class ShardedLookUpUse(EmbeddingUse):
         padding, ids = use.padding_idx, use.ids - start
         elsewhere = (ids < 0) | (ids >= len(use.weight))
         if padding is not None:
-            elsewhere |= use.ids == padding % weight.shape[0]
-        return ShardedLookUpUse(use.weight, torch.where(elsewhere, 0, ids), None, elsewhere)
+            padding %= weight.shape[0]
+            elsewhere |= use.ids == padding
+        return ShardedLookUpUse(use.weight, torch.where(elsewhere, 0, ids), None, elsewhere, padding)
 
     def op(self, b: Tensor, layout: AnyLayout) -> Op:
         assert self.elsewhere is not None

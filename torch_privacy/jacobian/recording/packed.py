@@ -267,6 +267,10 @@ class PackedUse(Use):
         return tuple(t for t in self.use.saved() if not t.is_meta)
 
     @property
+    def padding(self) -> int | None:
+        return self.use.padding
+
+    @property
     def kind(self) -> str:
         return f"packed {self.use.kind}"
 

@@ -27,7 +27,6 @@ from .unrecorded import UnrecordedUses
 
 # Two further backwards through this part of the graph are cheaper than one through all of it.
 NEAR = 0.3
-LOOKUPS = ("embedding", "embedding_bag")
 PathOf = Callable[[int, int, tuple[int, ...]], int]  # see ``Layouts.path``
 
 
@@ -194,8 +193,8 @@ def _check_reached(recorder: Recorder, calls: Sequence[Call], may_miss: Set[str]
         for use in call.uses:
             source = sources[id(use.weight)]
             reached.update(source.names)
-            if call.op not in LOOKUPS or not source.direct:
-                recorder.used_otherwise.update(source.names)
+            for name in source.names:
+                recorder.padding.setdefault(name, set()).add(use.padding if source.direct else None)
     recorder.reached = reached
     missing = recorder.parameters.keys() - reached - may_miss
     if missing:

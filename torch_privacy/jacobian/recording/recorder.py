@@ -78,7 +78,7 @@ class Recorder(OpMode):
         self.program = Program(plain_output if self.shards is None else output_of)
         self.log = CallLog(self.parameters.values(), {} if saved_at is None else saved_at)
         self.reached: set[str] = set()  # names of the parameters that the losses were found to depend on
-        self.used_otherwise: set[str] = set()  # names of those used other than as the table of a look-up
+        self.padding: dict[str, set[int | None]] = {}  # name -> `Use.padding` of each use of the parameter itself
         self._forwards = 0  # of the model that are running
 
     def note_inputs(self, *inputs: Any) -> None:
