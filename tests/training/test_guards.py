@@ -928,6 +928,34 @@ def test_the_row_of_padding_gets_no_noise_unless_it_is_trained(use):
     assert (table[1:] != 0).all()
 
 
+class Quoting(Texts):
+    """Reads the whole table for texts with the last word in them."""
+
+    def forward(self, x):
+        h, quotes = self.table(x).sum(1), (x == 6).any(1, keepdim=True)
+        if quotes.any():
+            h = torch.where(quotes, h + torch.softmax(h @ self.table.weight.T, 1) @ self.table.weight, h)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("resumes", [False, True], ids=["new", "resumed"])
+def test_a_row_of_padding_that_one_example_would_train_is_refused(resumes):
+    """Its row of padding stayed 0 until the step with this example, and had noise from then on."""
+    x = torch.randint(1, 6, (N, 5))
+    x[7, 2] = 6
+    examples = TensorDataset(x, torch.randint(1, 7, (N,)))
+    training = training_of(Quoting("another use"), dataset=examples, num_steps=30)
+    if resumes:  # after batches of which all examples had that word
+        other = loop(training_of(Texts("head"), dataset=examples, num_steps=1))
+        assert other.state_dict()["padded"] == {"table.weight": True}
+        training.load_state_dict(training.state_dict() | {"padded": {"table.weight": True}})
+    with pytest.raises(tp.Refused, match=r"the row of padding_idx of 'table.weight' gets a gradient in some batches"):
+        loop(training)
+    assert (training.step_count == 0) == resumes
+    assert training.step_count == len(training.ledger)
+    assert (training.model.table.weight[0] == 0).all()
+
+
 # Half of the examples or more are not finite --------------------------------------------------------------------------
 
 

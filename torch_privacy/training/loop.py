@@ -134,8 +134,9 @@ class PrivateTraining(Reporting):
         - Inside the loop, the random numbers of torch, numpy and Python are a function of the secret key, the step and
           the microbatch; ``step`` restores the user's own random state.
         - The settings are frozen from the start: ``training.settings`` holds them (`TrainingSettings`).
-        - The row of an embedding's ``padding_idx`` stays unchanged, without noise, as in ordinary training; but with
-          `Sketched`, which does not see whether the table is used in another way, too.
+        - The row of an embedding's ``padding_idx`` stays unchanged, without noise, as in ordinary training, unless the
+          table is used in another way, too, in every batch; in some batches alone is refused. With `Sketched`, which
+          does not see such a use, the row has noise.
         - Whatever the guarantee does not cover raises ``Refused`` before anything is released.
 
     Edge cases:

@@ -109,6 +109,7 @@ class Resuming:
             "ledger": setup.ledger.state_dict(),
             **({} if self._data is None else {"data": self._data}),
             **({} if self.files is None else {"losses": self.files.losses.read().state_dict()}),
+            **({"padded": dict(state.reached.padded)} if state.reached.padded else {}),
             **setup.mechanism.state(),
         }
 
@@ -133,6 +134,7 @@ class Resuming:
         self.machine = Machine(**saved["machine"])
         state.step, state.num_non_finite = saved["step_count"], saved["num_non_finite"]
         setup.mechanism.load_state(saved)
+        state.reached.padded = dict(saved.get("padded", {}))
         if self.files is not None:
             self.files.losses.load(saved.get("losses"))
         state.rehearsals.load(saved)
@@ -272,8 +274,9 @@ STATE = record(  # what state_dict returns; mechanism and ledger check their own
         "data": STATE_FINGERPRINT,
         "clipping": {"type": "object"},
         "projections": {"type": ["string", "null"]},
+        "padded": {"type": "object"},
     },
-    optional=("losses", "data", "clipping", "projections"),
+    optional=("losses", "data", "clipping", "projections", "padded"),
     closed=False,
 )
 

@@ -42,6 +42,12 @@ WARNED = (
     "which layers are run, as with LayerDrop and experts. Otherwise freeze what is not used, with "
     f"requires_grad_(False): what is not reached in {PATIENCE} batches is refused."
 )
+VARIES = (
+    "PrivateTraining: the row of padding_idx of {} gets a gradient in some batches alone, as where the table is used "
+    "in another way than look-ups if an example asks for it, or if a layer is not skipped. It stays as it is without "
+    "such a use, and has noise with one, so that the weights would show which examples there are. Use the table in "
+    "the same way in every batch; or make it without padding_idx, and mask what padding adds."
+)
 
 
 class ReachedParameters:
@@ -50,11 +56,16 @@ class ReachedParameters:
     Args:
         padding: name of an embedding table -> its ``padding_idx``.
         mechanism: learns from batches, too.
+
+    Attributes:
+        names: parameters that were reached, which later losses may miss.
+        padded: name of a table -> whether its row of padding may have a gradient, the same in every batch.
     """
 
     def __init__(self, padding: Mapping[str, int], mechanism: Mechanism):
-        self.names: set[str] = set()  # later losses may miss these
-        self.padding = dict(padding)  # of tables in which this row has had a gradient in no use
+        self.names: set[str] = set()
+        self.padded: dict[str, bool] = {}
+        self._tables = dict(padding)
         self._mechanism = mechanism
         self.drew = False  # whether random numbers were drawn in some turn
         self._last: set[str] | None = None  # what the turn before has reached
@@ -82,21 +93,33 @@ class ReachedParameters:
             self._has_warned = True
             warn(WARNED.format(quoted(missing)))
 
-    def note(self, reached: Collection[str], padding: Mapping[str, Collection[int | None]] | None) -> None:
+    @property
+    def padding(self) -> dict[str, int]:
+        """Returns the row of padding of each table in which it has no gradient."""
+        return {name: row for name, row in self._tables.items() if not self.padded.get(name)}
+
+    def note(
+        self,
+        reached: Collection[str],
+        trained: Collection[str],
+        padding: Mapping[str, Collection[int | None]] | None,
+    ) -> None:
         """Adds what a batch has reached: layers that are skipped at random are reached when they are not skipped.
 
         ``padding`` has, for each parameter, the row without a gradient of each use; None if uses are not known.
+
+        Raises:
+            Refused: the row of padding of a table may have a gradient in some batches, and in others not.
         """
         reached, last = set(reached), self._last
         self._varies |= last is not None and last != reached
         self._last = reached
         self.names |= reached
-        rows = self.padding
-        self._note_use([name for name, row in rows.items() if padding is None or padding.get(name, {row}) != {row}])
-
-    def _note_use(self, names: Collection[str]) -> None:
-        """Notes tables in which the row of padding may have a gradient."""
-        self.padding = {name: row for name, row in self.padding.items() if name not in names}
+        for name, row in self._tables.items():
+            if name in trained:
+                has_gradient = padding is None or padding.get(name, {row}) != {row}
+                if self.padded.setdefault(name, has_gradient) != has_gradient:
+                    raise Refused(VARIES.format(quoted([name])))
 
     @property
     def has_changed(self) -> bool:
@@ -107,16 +130,20 @@ class ReachedParameters:
         """Joins what the ranks know, if it has changed on one of them; every rank calls it.
 
         Raises:
-            RefusedTogether: the losses of no rank have reached some of the trained parameters, which none `may_miss`.
+            RefusedTogether: the losses of no rank have reached some of the trained parameters, which none `may_miss`;
+                a row of padding may have a gradient on one rank, and on another not.
         """
         self._num_batches += 1
         if changed:  # a bit for each name, as all ranks have the same ones in the same order
-            bits = [*(name in self.names for name in trained), *(name not in self.padding for name in trained)]
+            has, lacks = ([self.padded.get(name) is one for name in trained] for one in (True, False))
+            bits = [*(name in self.names for name in trained), *has, *lacks]
             known = ranks.gather((np.packbits(bits).tobytes(), self._mechanism.learned(), self.drew, self._varies))
             joined = np.bitwise_or.reduce([np.frombuffer(packed, np.uint8) for packed, *_ in known])
-            reached, used = np.split(np.unpackbits(joined, count=len(bits)).astype(bool), 2)
+            reached, used, unused = np.split(np.unpackbits(joined, count=len(bits)).astype(bool), 3)
+            if (used & unused).any():
+                raise RefusedTogether(VARIES.format(quoted(np.array(trained)[used & unused].tolist())))
             self.names = {name for name, is_reached in zip(trained, reached, strict=True) if is_reached}
-            self._note_use({name for name, is_used in zip(trained, used, strict=True) if is_used})
+            self.padded |= {name: bool(is_used) for name, is_used in zip(trained, used, strict=True) if is_used}
             self._mechanism.learn([learned for _, learned, *_ in known])
             self.drew, self._varies = (any(flags) for flags in zip(*(flags for _, _, *flags in known), strict=True))
             self._known_to_all = self._known()
@@ -126,7 +153,13 @@ class ReachedParameters:
         self.warn_of_missing(trained)
 
     def _known(self) -> Any:
-        return frozenset(self.names), frozenset(self.padding), repr(self._mechanism.learned()), self.drew, self._varies
+        return (
+            frozenset(self.names),
+            frozenset(self.padded.items()),
+            repr(self._mechanism.learned()),
+            self.drew,
+            self._varies,
+        )
 
 
 @dataclass(frozen=True)

@@ -391,7 +391,7 @@ class StepRun:
                 observe_on=direction,
             )
         summation.check_bound()
-        reached.note(tape.reached, tape.padding if isinstance(tape, Tape) else None)
+        reached.note(tape.reached, tape.parameters, tape.padding if isinstance(tape, Tape) else None)
         if is_alone:
             reached.warn_of_missing(tape.parameters)
         return sums
