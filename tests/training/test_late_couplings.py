@@ -194,6 +194,49 @@ def test_a_state_from_before_makes_private_releases_with_another_ledger(tmp_path
     assert bool(again.ledger.warning) != private
 
 
+class Marked(nn.Linear):
+    """Keeps that there was an example with a large entry; the same again for a second one."""
+
+    def __init__(self, kind):
+        super().__init__(3, 2)
+        self.kind, self.factor, self.table, self.strong = kind, 1.0, {"factor": 1.0}, False
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if (x > 50).any():
+            if self.kind == "a buffer in the model's file":
+                self.seen.fill_(1.0)
+            self.factor, self.table["factor"], self.strong = 2.0, 2.0, True
+        h = super().forward(x.clamp(max=1))
+        if self.kind == "a branch":
+            return h.tanh() if self.strong else h
+        return h * {"a number": self.factor, "a dictionary": self.table["factor"]}.get(self.kind, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["a number", "a dictionary", "a branch", "a buffer in the model's file"])
+def test_what_one_example_sets_once_in_a_step_that_is_not_rehearsed_is_refused(kind):
+    """It was set when the batch ran first, so that nothing changed it in the rehearsals that followed."""
+    x, model = torch.randn(200, 3), Marked(kind)
+
+    def begun():
+        return tp.PrivateTraining(
+            model, torch.optim.SGD(model.parameters(), lr=0.01), TensorDataset(x, (x[:, 1] > 0).long()),
+            expected_batch_size=8, num_steps=12, clipping=tp.Flat(1.0), noise_multiplier=1.0, delta=1e-4, test_seed=1,
+        )  # fmt: skip
+
+    drawn = [set(begun()._state.releases.draws.records(step).tolist()) for step in range(LATE + 1)]
+    x[min(drawn[LATE].difference(*drawn[:LATE])), 0] = 100.0
+    training = begun()
+
+    def run():
+        for batch, labels in training:
+            training.step(F.cross_entropy(model(batch), labels, reduction="none"))
+
+    with pytest.raises(tp.Refused, match=r"the forward changed '.*' in a way that depends on the examples"):
+        run()
+    assert training.step_count == LATE
+
+
 def test_a_refusal_without_a_release_before_changes_nothing():
     training, run = training_of(lambda t, m, h: h + mean(h), seed=None)
     for _ in range(2):

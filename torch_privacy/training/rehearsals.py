@@ -20,7 +20,7 @@ from ..model_check.rehearsal.turn import Answers, Turn
 from ..sampling.collate_check import CollateCheck
 from ..sampling.item_check import ItemCheck
 from ..sampling.variants import DatasetExamples
-from ..support.model_state import ModelState
+from ..support.model_state import ModelState, QuietState
 from ..support.script_modules import registries_of
 from ..support.validate import Refused
 from ..support.warning import warn
@@ -154,7 +154,7 @@ class Part:
     script: Script
     rehearsed: bool
     thorough: bool  # whether it is rehearsed in full
-    before: ModelState | None = None  # the model's, to be put back if the part is restarted
+    before: ModelState | QuietState | None = None  # the model's, to be put back if the part is restarted
     first: FirstRun | None = None  # of the batch, if it was set aside because it ran new code
     step: int = 0
     settings: ModelSettings | None = None  # when it began
@@ -218,7 +218,7 @@ class Rehearsals:
         self._num_settled = self._num_new = (
             0  # batches after the first steps; those that ran new code, without the first 20
         )
-        self._warned = False
+        self._warned, self._quiet = False, None
         self.memory.moving = self.watch.moving
 
     def are_due(self, step: int, number: int, count: int) -> tuple[bool, bool]:
@@ -264,7 +264,7 @@ class Rehearsals:
             if rehearsed
             else self.watch.watched(Turn(examples.batch, examples.count, is_batch=True), step)
         )
-        before = ModelState(self.model) if self.keeps_state is not False and not rehearsed else None
+        before = None if rehearsed else self._state_before()
         is_last, thorough = number == count - 1, rehearsed and thorough
         return Part(
             examples,
@@ -278,6 +278,14 @@ class Rehearsals:
             step=step,
             settings=ModelSettings(self._places),
         )
+
+    def _state_before(self) -> ModelState | QuietState:
+        """Returns what puts the model's state back if a batch that is not rehearsed turns out to run new code."""
+        if self.keeps_state is not False:
+            return ModelState(self.model)
+        self._quiet = self._quiet or QuietState(self.model)
+        self._quiet.keep()
+        return self._quiet
 
     def restart(self, part: Part, first: FirstRun | None) -> None:
         """Restarts a part with a full rehearsal, from the model's state before its first turn."""
