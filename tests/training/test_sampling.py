@@ -6,9 +6,12 @@ import math
 import os
 import pickle
 from dataclasses import replace
+from functools import partial
 
+import datasets
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from ranked import VIEWS, case, difference, start, whole_weights
@@ -164,8 +167,33 @@ def centered_frame(rows):
     rows.frame[0] -= rows.frame[0].mean()
 
 
+STORED = {  # name -> (stores numbers in rows, reads one)
+    "dictionary": (lambda x: dict(enumerate(x)), lambda stored, i: stored[i]),
+    "table of arrow": (lambda x: pa.table({"x": [*x]}), lambda stored, i: stored["x"][i].as_py()),
+    "data set of Hugging Face": (lambda x: datasets.Dataset.from_dict({"x": x}), lambda stored, i: stored[i]["x"]),
+}
+
+
+class Stored(Own):
+    """Has its numbers in something that has rows and is no array."""
+
+    def __init__(self, kind, rows):
+        super().__init__(rows)
+        self.make, self.read = STORED[kind]
+        self.x, self.stored = None, self.make(self.x)
+
+    def __getitem__(self, index):
+        return torch.tensor(self.read(self.stored, index)), self.y[index]
+
+
+def centered_stored(rows):
+    x = np.array([rows.read(rows.stored, i) for i in range(N)])
+    rows.stored = rows.make(x - x.mean(0))
+
+
 REWRITTEN = {
     "data frame": (Frame, centered_frame),
+    **{kind: (partial(Stored, kind), centered_stored) for kind in STORED},
     "items made in code": (Own, lambda rows: setattr(rows, "x", rows.x - rows.x.mean(0))),
     "list": (list, centered),
     "subset": (lambda rows: Subset(list(rows), [*range(N)]), lambda rows: centered(rows.dataset)),

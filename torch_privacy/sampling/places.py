@@ -20,7 +20,6 @@ from .fingerprint import digest_of
 from .item_check import FEWEST
 from .row_laws import StoredRows, stored_in
 from .shadow import DatasetShadow
-from .stored_rows import is_keyed
 
 KEPT_ROWS, KEPT_ENTRIES, KEPT_ITEMS = 1024, 64, 16  # of a tensor, of a list, and of other data sets
 KEPT_BYTES = 2**24  # of the copies of a tensor's rows, or of those of items
@@ -70,12 +69,14 @@ class KeptItems:
                 self._kept.append((item, rows))
 
     def _stored(self) -> list[StoredRows]:
-        """Returns the arrays, lists, tuples and data frames in which the data set has rows of its items at present."""
+        """Returns the arrays, containers and tables in which the data set has rows of its items at present."""
         try:
             found = stored_in(DatasetShadow(self._dataset), len(self._dataset))
         except Exception:  # of the data set's own code
             return []
-        kinds = (one for one in found if one.kind.is_array or isinstance(one.value, (list, tuple)) or _is_frame(one))
+        kinds = (
+            one for one in found if one.kind.is_array or one.kind.columns or isinstance(one.value, (list, tuple, dict))
+        )
         return [one for one in kinds if one.laws]
 
     def are_current(self) -> bool:
@@ -86,7 +87,7 @@ class KeptItems:
         self._turn = (self._turn + 1) % len(self._kept)
         for stored, places in _rows_of(item, self._stored()):
             now, before = _taken(stored, places), kept.get(stored.path, MISSING)
-            if _is_frame(stored) and before is not MISSING:  # a new column is no other content of a row
+            if stored.kind.columns and before is not MISSING:  # a new column is no other content of a row
                 before = before | {name: cells for name, cells in now.items() if name not in before}
             if before is not MISSING and not same(now, before):
                 if self._depends_on(item, stored, places, now, before):
@@ -125,13 +126,9 @@ def _rows_of(item: int, stored: list[StoredRows]) -> Iterator[tuple[StoredRows, 
 
 
 def _taken(stored: StoredRows, places: np.ndarray) -> Any:
-    """Returns what these rows hold; of a data frame for each column the cells, as texts that can be compared."""
-    rows = stored.kind.take(stored.value, places)
-    return {name: [*map(repr, column.tolist())] for name, column in rows.items()} if _is_frame(stored) else rows
-
-
-def _is_frame(stored: StoredRows) -> bool:
-    return is_keyed(stored.value) and hasattr(stored.value, "iterrows")
+    """Returns what these rows hold; of a table for each column the cells, as texts that can be compared."""
+    rows, columns = stored.kind.take(stored.value, places), stored.kind.columns
+    return rows if columns is None else {name: [*map(repr, cells)] for name, cells in columns(rows).items()}
 
 
 class Places:

@@ -20,6 +20,7 @@ class RowKind(NamedTuple):
     take: Callable[[Any, np.ndarray], Any]  # the thing with these rows, of the same type, as a new object
     put: Callable[[Any, np.ndarray, Any, np.ndarray], None] | None = None  # writes rows of the second into the first
     is_array: bool = False
+    columns: Callable[[Any], dict[Any, list]] | None = None  # of a table: the cells of its rows, by column
 
 
 def kind_of(value: Any) -> RowKind | None:
@@ -115,14 +116,15 @@ def _put_entries(new: list, to: np.ndarray, value: Any, rows: np.ndarray) -> Non
 
 
 def _put_values(new: dict, to: np.ndarray, value: dict, rows: np.ndarray) -> None:
-    keys = [*value]
+    keys, entries = [*new], [*value.values()]
     for place, row in zip(to.tolist(), rows.tolist(), strict=True):
-        new[keys[place]] = value[keys[row]]
+        new[keys[place]] = entries[row]
 
 
 def _take_dict(value: dict, rows: np.ndarray) -> Any:
     entries, taken = [*value.values()], copy(value)
-    taken.update(zip(value, (entries[row] for row in rows.tolist()), strict=True))
+    taken.clear()
+    taken.update(zip(value, (entries[row] for row in rows.tolist()), strict=False))
     return taken
 
 
@@ -151,6 +153,11 @@ def _select(value: Any, rows: np.ndarray) -> Any:
     return value.select(rows, keep_in_memory=True, new_fingerprint="exchanged")
 
 
+def _of_frame(value: Any) -> Any:
+    """Returns a data frame; of a single column, too."""
+    return value.to_frame() if hasattr(value, "to_frame") else value
+
+
 def _is_plain_tensor(value: Any) -> bool:
     is_whole = isinstance(value, Tensor) and not hasattr(value, "full_tensor")  # no shard of a distributed one
     return is_whole and value.ndim > 0 and value.layout is torch.strided
@@ -172,10 +179,21 @@ _KINDS = (
         _is_from("pandas", "DataFrame", "Series"),
         len,
         lambda v, rows: v.iloc[rows].set_axis(v.index[: len(rows)], axis=0),
+        columns=lambda v: {name: column.tolist() for name, column in _of_frame(v).items()},
     ),
-    RowKind(_is_from("pyarrow", "Table", "RecordBatch", "Array", "ChunkedArray"), len, lambda v, rows: v.take(rows)),
-    RowKind(_is_from("polars", "DataFrame", "Series"), len, lambda v, rows: v[rows]),
-    RowKind(_is_from("datasets", "Dataset"), len, _select),
+    RowKind(
+        _is_from("pyarrow", "Table", "RecordBatch", "Array", "ChunkedArray"),
+        len,
+        lambda v, rows: v.take(rows),
+        columns=lambda v: v.to_pydict() if hasattr(v, "to_pydict") else {"": v.to_pylist()},
+    ),
+    RowKind(
+        _is_from("polars", "DataFrame", "Series"),
+        len,
+        lambda v, rows: v[rows],
+        columns=lambda v: _of_frame(v).to_dict(as_series=False),
+    ),
+    RowKind(_is_from("datasets", "Dataset"), len, _select, columns=lambda v: v.to_dict()),
     RowKind(_is_from("scipy", "spmatrix", "sparray"), lambda v: v.shape[0], lambda v, rows: v.tocsr()[rows]),
     RowKind(_is_file_rows, lambda v: v.shape[0], IndexedRows),
 )
