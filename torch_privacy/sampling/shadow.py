@@ -7,7 +7,6 @@ import functools
 import random
 import struct
 import sys
-import sysconfig
 import types
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..support.held_state import Attributes, Entry, names_in, place_of, slots_of
+from ..support.libraries import is_library
 from .stored_rows import kind_of
 
 MANY = 1000  # entries of a container up to which each is looked at
@@ -31,10 +31,6 @@ SMALL = 2**20  # bytes of a tensor or array that is copied; larger ones are shar
 _MANAGED_DICT, _WORD = 1 << 4, struct.calcsize("P")  # as in CPython's object.__reduce_ex__
 _LRU = type(functools.lru_cache(lambda: None))
 _RANDOM = (np.random.Generator, np.random.RandomState, np.random.BitGenerator)
-_LIBRARIES = tuple(
-    str(Path(path).resolve())
-    for path in (*(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")), Path(__file__).parents[1])
-)
 
 
 class TooLarge(Exception):
@@ -333,4 +329,4 @@ def _is_own_class(kind: type) -> bool:
 @functools.cache
 def _is_own_code(file: str) -> bool:
     """True unless the file belongs to Python, to an installed package or to this one."""
-    return not file.startswith("<frozen") and not str(Path(file).resolve()).startswith(_LIBRARIES)
+    return not file.startswith("<frozen") and not is_library(str(Path(file).resolve()))

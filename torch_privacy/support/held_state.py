@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dis
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping
 from functools import cache, lru_cache, partial
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .libraries import is_library
 from .script_modules import registries_of
 
 MAX_ENTRIES = 10_000  # of a container that is copied; of a longer one only the length is compared
@@ -41,7 +41,6 @@ _LIBRARIES = frozenset(
         "transformers",
     }
 )
-_PATHS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def state_entries(modules: Modules) -> Iterator[Entry]:
@@ -288,4 +287,4 @@ def _is_own(module: str) -> bool:
     if top in _LIBRARIES or top in sys.stdlib_module_names:
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    return file is None or not file.startswith(_PATHS)
+    return file is None or not is_library(file)

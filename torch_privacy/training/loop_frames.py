@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-import functools
-import site
 import sys
-import sysconfig
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from ..support.libraries import is_library
 from ..support.warning import PACKAGES
-
-_PATHS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_LIBRARIES = tuple({*_PATHS, *site.getsitepackages(), site.getusersitepackages()})
 
 
 def frames_of_loop() -> list[FrameType]:
@@ -38,12 +33,6 @@ def _stack() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-@functools.cache
-def is_library(file: str) -> bool:
-    """True for a file of Python itself, of an installed package, or of this library."""
-    return file.startswith(("<frozen", *_LIBRARIES)) or file.startswith(PACKAGES)
 
 
 def is_users(kind: type) -> bool:

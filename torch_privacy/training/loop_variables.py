@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 from ..sampling.stored_rows import kind_of
 from ..support.contents import MISSING, keys_and_values
 from ..support.held_state import MAX_DEPTH, Attributes, names_in, slots_of
+from ..support.libraries import is_library
 from ..support.script_modules import registries_of
-from .loop_frames import is_library, is_users
+from .loop_frames import is_users
 
 MOST = 5000  # variables that are looked at
 LONGEST = MOST // 10  # parts of a container
