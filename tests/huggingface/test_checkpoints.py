@@ -16,6 +16,7 @@ from transformers import BertForSequenceClassification, DataCollatorWithPadding,
 
 import torch_privacy as tp
 from torch_privacy.huggingface import PrivateTrainer
+from torch_privacy.runs import checkpoint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning"),  # by PEFT
@@ -183,12 +184,20 @@ def remove_secret(folder: Path) -> None:
     (folder / "run" / "secret" / "checkpoint-2.safetensors").unlink()
 
 
+def save_on_two_ranks(folder: Path) -> None:
+    path = folder / "run" / "secret" / "checkpoint-2.safetensors"
+    state = checkpoint.load(path)
+    state["training"]["placement"] = "replicas on 2 processes"
+    checkpoint.save(path, state)
+
+
 CANNOT = {  # name -> (what happens to the files, privacy of the resumed run, message)
     "no run folder": (lambda folder: None, {"run_folder": None}, "no run folder was given"),
     "no optimizer": (remove_optimizer, {}, "it has no optimizer"),
     "no secret": (remove_secret, {}, "does not exist.*here: checkpoint-4"),
     "other run folder": (lambda folder: None, {"run_folder": "other"}, "does not exist.*here: none"),
     "other settings": (lambda folder: None, {"noise_multiplier": 2.0}, "noise_multiplier: 2.0 here"),
+    "other ranks": (save_on_two_ranks, {}, "the ledger has 3 later steps.* Go on with as many as before"),
 }
 
 
@@ -207,6 +216,7 @@ def stopped(tmp_path_factory):
 
 
 @pytest.mark.thorough(but=1)
+@pytest.mark.filterwarnings("ignore:PrivateTraining. steps 2 to 4 were released after the state was saved")
 @pytest.mark.parametrize("case", CANNOT)
 def test_training_that_cannot_go_on_exactly_is_refused(case, tmp_path, monkeypatch, stopped):
     monkeypatch.chdir(tmp_path)

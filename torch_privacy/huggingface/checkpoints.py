@@ -63,6 +63,12 @@ class Secrets:
         found = load_secret(training, self._keys.at(step))
         if found != step:
             self.refuse(checkpoint, f"it was saved after step {step}, and the secret state after step {found}")
+        if training.step_count != step:
+            self.refuse(
+                checkpoint,
+                f"the ledger has {training.step_count - step} later steps, which repeat on as many processes as before "
+                "alone: sums over other parts of a batch are rounded otherwise. Go on with as many as before",
+            )
 
     def latest(self) -> Path:
         """Returns the latest checkpoint of ``output_dir`` that is complete and has its state here."""
