@@ -476,6 +476,24 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_goes_on_from_its_sta
     assert not (tmp_path / "run" / "secret").exists()
 
 
+class FullDisk(lightning.Callback):
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        if trainer.global_step:
+            raise OSError("no space left")
+
+
+@pytest.mark.thorough
+def test_a_run_of_which_the_first_checkpoint_cannot_be_written_goes_on_from_its_start(tmp_path):
+    run, callbacks = tmp_path / "run", [saving(tmp_path / "checkpoints", every_n_train_steps=3), FullDisk()]
+    with pytest.raises(OSError, match="no space left"):
+        fitted(Module(), callbacks=callbacks, settings={"enable_checkpointing": True}, run_folder=run)
+    assert not list((tmp_path / "checkpoints").glob("*"))
+    module = Module(seed=3)
+    _, fit = fitted(module, run_folder=run, ckpt_path=run / "secret" / "start.ckpt")
+    assert fit.training.step_count == len(fit.training.ledger) == 10
+    assert_same(module, plain(10)[0])
+
+
 class InterruptsAtTheEnd(lightning.Callback):
     def on_train_epoch_end(self, trainer, pl_module):
         if trainer.global_step == 10:

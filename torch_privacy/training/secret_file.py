@@ -147,7 +147,7 @@ class SecretFolder:
     """Owns the keys of a training that others checkpoint: the folder ``secret`` of its run folder, mode 0700.
 
     It has one file ``NAME-STEP.safetensors`` of `save_secret` for each checkpoint, a checkpoint from before the first
-    release until there is another one, and is deleted when the run is over: then no one can compute the noise again,
+    release until two others were begun, and is deleted when the run is over: then no one can compute the noise again,
     and no keys are written any more.
 
     Args:
@@ -190,8 +190,9 @@ class SecretFolder:
         if self._is_over:
             return
         self.make()
+        earlier = any(0 < known < step for known in self.steps())  # a checkpoint that is complete: this one may not be
         save_secret(training, self.at(step))
-        if step and Ranks.here().is_first:
+        if earlier and Ranks.here().is_first:
             self._delete_start()
 
     def delete(self, step: int) -> None:
