@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.sparse import csr_array
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
@@ -707,10 +710,18 @@ def test_models_and_optimizers_wrapped_by_opacus_are_refused_by_name(kind):
         training_of(model, optimizer)
 
 
-def test_a_data_frame_is_refused():
-    frame = type("DataFrame", (list,), {"__module__": "pandas.core.frame"})
-    with refused("dataset is a pandas DataFrame; its items are columns"):
-        training_of(dataset=frame(["a", "b"]))
+@pytest.mark.parametrize(
+    ("dataset", "text"),
+    [
+        (pd.DataFrame({"a": [1.0, 2.0]}), "dataset is a pandas DataFrame; its items are columns"),
+        (pa.table({"a": [1.0, 2.0]}), "dataset is a pyarrow Table; its items are columns"),
+        (csr_array(np.eye(2)), "csr_array cannot be sampled"),  # it has no length
+    ],
+    ids=["pandas", "pyarrow", "sparse"],
+)
+def test_a_table_is_refused(dataset, text):
+    with refused(text):
+        training_of(dataset=dataset)
 
 
 def test_numpy_data_sets_train():

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from ..support.validate import Refused
+from .stored_rows import is_from
 
 
 def check_map_style(dataset: Any, name: str = "dataset") -> None:
@@ -20,18 +21,28 @@ def check_map_style(dataset: Any, name: str = "dataset") -> None:
             "an epoch has an epsilon of at least 4.06 at delta 1e-5, where Poisson samples have 0.72. Pass "
             "loader.dataset; PrivateTraining draws the batches."
         )
-    if type(dataset).__module__.startswith("pandas."):
+    if is_from("pandas", "DataFrame", "Series")(dataset) or is_from("pyarrow", "Table", "RecordBatch")(dataset):
+        package = type(dataset).__module__.partition(".")[0]
         raise Refused(
-            f"{name} is a pandas {type(dataset).__name__}; its items are columns, not rows. Pass the rows, e.g. "
-            "TensorDataset(torch.tensor(frame[features].values), torch.tensor(frame[label].values))."
+            f"{name} is a {package} {type(dataset).__name__}; its items are columns, not rows. Pass the rows, e.g. "
+            "TensorDataset(torch.tensor(frame[features].values), torch.tensor(frame[label].values)), or "
+            "table.to_pylist()."
         )
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and _has_length(dataset)):
         raise Refused(
             f"{name} of type {type(dataset).__name__} cannot be sampled: must be map-style, with __getitem__ and "
             "__len__. Load the examples into a list or a TensorDataset first."
         )
     if len(dataset) == 0:
         raise Refused(f"{name} is empty: must hold at least one example.")
+
+
+def _has_length(dataset: Any) -> bool:
+    """True unless there is no length, or it cannot be said, as of a sparse matrix."""
+    try:
+        return hasattr(dataset, "__len__") and len(dataset) >= 0
+    except TypeError:
+        return False
 
 
 def check_taken_once(dataset: Any, where: str) -> None:

@@ -31,7 +31,7 @@ def kind_of(value: Any) -> RowKind | None:
 def num_bytes(value: Any) -> int:
     """Returns about how many bytes the rows take in memory; 8 for each entry of a list, or row of a file."""
     kind = kind_of(value)
-    if _is_from("pandas", "DataFrame")(value):
+    if is_from("pandas", "DataFrame")(value):
         return int(value.memory_usage().sum())
     if kind is None or kind.take is IndexedRows:
         return 0 if kind is None else 8 * kind.num_rows(value)
@@ -61,7 +61,7 @@ def integers(value: Any) -> np.ndarray | None:
 
 def is_keyed(value: Any) -> bool:
     """True if rows are found by a key: in dictionaries, and in tables of pandas."""
-    return isinstance(value, dict) or _is_from("pandas", "DataFrame", "Series")(value)
+    return isinstance(value, dict) or is_from("pandas", "DataFrame", "Series")(value)
 
 
 def keys_in(value: Any, keys: Any) -> np.ndarray | None:
@@ -134,7 +134,7 @@ def _take_text(value: Any, rows: np.ndarray) -> Any:
     return type(value)(np.frombuffer(value, np.uint8)[rows].tobytes())
 
 
-def _is_from(package: str, *names: str) -> Callable[[Any], bool]:
+def is_from(package: str, *names: str) -> Callable[[Any], bool]:
     """Returns a function that is true for objects of these classes of a package, without importing it."""
     return lambda value: any(
         base.__name__ in names and base.__module__.partition(".")[0] == package for base in type(value).__mro__
@@ -174,26 +174,26 @@ _KINDS = (
     RowKind(lambda v: isinstance(v, tuple) and not hasattr(v, "_fields"), len, _take_list),
     RowKind(lambda v: isinstance(v, dict), len, _take_dict, _put_values),
     RowKind(lambda v: isinstance(v, (str, bytes, bytearray)), len, _take_text),
-    RowKind(_is_from("pandas", "Index"), len, lambda v, rows: v.take(rows)),
+    RowKind(is_from("pandas", "Index"), len, lambda v, rows: v.take(rows)),
     RowKind(
-        _is_from("pandas", "DataFrame", "Series"),
+        is_from("pandas", "DataFrame", "Series"),
         len,
         lambda v, rows: v.iloc[rows].set_axis(v.index[: len(rows)], axis=0),
         columns=lambda v: {name: column.tolist() for name, column in _of_frame(v).items()},
     ),
     RowKind(
-        _is_from("pyarrow", "Table", "RecordBatch", "Array", "ChunkedArray"),
+        is_from("pyarrow", "Table", "RecordBatch", "Array", "ChunkedArray"),
         len,
         lambda v, rows: v.take(rows),
         columns=lambda v: v.to_pydict() if hasattr(v, "to_pydict") else {"": v.to_pylist()},
     ),
     RowKind(
-        _is_from("polars", "DataFrame", "Series"),
+        is_from("polars", "DataFrame", "Series"),
         len,
         lambda v, rows: v[rows],
         columns=lambda v: _of_frame(v).to_dict(as_series=False),
     ),
-    RowKind(_is_from("datasets", "Dataset"), len, _select, columns=lambda v: v.to_dict()),
-    RowKind(_is_from("scipy", "spmatrix", "sparray"), lambda v: v.shape[0], lambda v, rows: v.tocsr()[rows]),
+    RowKind(is_from("datasets", "Dataset"), len, _select, columns=lambda v: v.to_dict()),
+    RowKind(is_from("scipy", "spmatrix", "sparray"), lambda v: v.shape[0], lambda v, rows: v.tocsr()[rows]),
     RowKind(_is_file_rows, lambda v: v.shape[0], IndexedRows),
 )
