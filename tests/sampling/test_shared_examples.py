@@ -4,6 +4,7 @@
 import functools
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
@@ -94,6 +95,11 @@ def joined(*parts):
     return pytest.importorskip("datasets").concatenate_datasets(parts)
 
 
+def lists_in_one_buffer(rows):
+    values = pa.array(np.arange(8.0))
+    return [kept_records().__class__(pa.table({"x": rows(values, begin)})) for begin in (0, 4)]
+
+
 ITEMS = Items(X)
 TWICE = {
     "a subset": lambda: Subset(PRIVATE, [0, 3, 3]),
@@ -116,6 +122,14 @@ ONCE = {
     "equal texts and numbers": lambda: ["a", "a", ("a", 1), ("a", 1)] + [1] * 9,
     "records": lambda: records(X).shuffle(seed=0).select(range(3, 9)),
     "joined records": lambda: joined(kept_records().select(range(9)), kept_records().select([20, 30]), records(X)),
+    "lists in one buffer": lambda: joined(
+        *lists_in_one_buffer(
+            lambda values, k: pa.ListArray.from_arrays(pa.array([k, k + 2, k + 4], pa.int32()), values)
+        )
+    ),
+    "pairs in one buffer": lambda: joined(
+        *lists_in_one_buffer(lambda values, k: pa.FixedSizeListArray.from_arrays(values[k : k + 4], 2))
+    ),
     "records without a value": lambda: joined(*(kept_records().from_dict({"none": [None] * 3}) for _ in "ab")),
 }
 

@@ -61,12 +61,12 @@ def check_taken_once(dataset: Any, where: str) -> None:
     )
 
 
-def _rows_behind(dataset: Any, sources: dict[int, int]) -> np.ndarray:
+def _rows_behind(dataset: Any, sources: dict[Any, int]) -> np.ndarray:
     """Returns a number (n,) for each item; items with equal numbers are the same row of the same data set.
 
     Args:
         dataset: map-style.
-        sources: the number of each data set that was met, by its id.
+        sources: the number of each data set that was met, by its id or its memory.
     """
     if isinstance(dataset, Subset):
         return _rows_behind(dataset.dataset, sources)[np.asarray(dataset.indices, dtype=np.int64)]
@@ -97,19 +97,19 @@ def addresses_of(tensor: torch.Tensor, rows: np.ndarray) -> np.ndarray:
     return tensor.data_ptr() + rows * (tensor.stride(0) * tensor.itemsize)
 
 
-def _start(source: int, sources: dict[int, int]) -> int:
+def _start(source: Any, sources: dict[Any, int]) -> int:
     """Returns the number of the first row of a source."""
     return sources.setdefault(source, len(sources)) << 40
 
 
-def _rows_of_table(dataset: Any, sources: dict[int, int]) -> np.ndarray:
+def _rows_of_table(dataset: Any, sources: dict[Any, int]) -> np.ndarray:
     """Returns the numbers of the rows of a data set of Hugging Face, by where its first column is in memory."""
     found = [np.empty(0, np.int64)]
     for chunk in dataset.data.column(0).chunks:
-        addresses = [buffer.address for buffer in chunk.buffers() if buffer is not None and buffer.size]
-        found.append(
-            _start(addresses[-1] if addresses else -len(sources), sources) + chunk.offset + np.arange(len(chunk))
-        )
+        addresses = tuple(buffer.address for buffer in chunk.buffers() if buffer is not None and buffer.size)
+        begin = getattr(getattr(chunk, "values", None), "offset", 0)  # of lists, in what they have in common
+        source = (*addresses, begin) if addresses else len(sources)
+        found.append(_start(source, sources) + chunk.offset + np.arange(len(chunk)))
     rows, chosen = np.concatenate(found), dataset._indices  # after select()
     return rows if chosen is None else rows[np.asarray(chosen.column(0)).astype(np.int64)]
 
