@@ -476,6 +476,22 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_goes_on_from_its_sta
     assert not (tmp_path / "run" / "secret").exists()
 
 
+@pytest.mark.thorough
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    """Its weights come from releases that this ledger does not have."""
+    for name in ("first", "second"):
+        callbacks = [saving(tmp_path / name, every_n_train_steps=3), Interrupts()]
+        settings = {"enable_checkpointing": True}
+        with pytest.raises(OSError, match="lost power"):
+            fitted(
+                Module(), callbacks=callbacks, settings=settings, run_folder=tmp_path / f"run-{name}", test_seed=None
+            )
+    with pytest.raises(tp.Refused, match=r"step-3.safetensors' is missing or does not fit it"):
+        fitted(
+            Module(), run_folder=tmp_path / "run-first", ckpt_path=tmp_path / "second" / "step=3.ckpt", test_seed=None
+        )
+
+
 class FullDisk(lightning.Callback):
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
         if trainer.global_step:

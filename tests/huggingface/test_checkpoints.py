@@ -229,6 +229,15 @@ def test_training_that_cannot_go_on_exactly_is_refused(case, tmp_path, monkeypat
 
 
 @pytest.mark.thorough
+def test_a_checkpoint_that_another_run_wrote_into_the_same_folder_is_refused(tmp_path, stopped):
+    """Its weights come from releases that this ledger does not have."""
+    stopped(tmp_path)
+    stop_after(trainer_in(tmp_path, {"run_folder": tmp_path / "other"}, max_steps=6), 3)
+    with pytest.raises(tp.Refused, match="another run saved it"):
+        trainer_in(tmp_path, max_steps=6).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+
+
+@pytest.mark.thorough
 def test_another_optimizer_is_refused_before_a_step(tmp_path, stopped):
     stopped(tmp_path)
     trainer = trainer_in(tmp_path, max_steps=6, optim="sgd")

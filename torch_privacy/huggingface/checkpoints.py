@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -13,10 +14,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..support.ranks import Ranks
 from ..support.validate import Refused
 from ..training import PrivateTraining
-from ..training.secret_file import SecretFolder, load_secret
+from ..training.secret_file import SecretFolder, load_secret, release_before
 
 WHERE = "PrivateTrainer"
 NO_FOLDER = "no run folder was given, which keeps the keys of noise and batches"
+RELEASE = "release"
 NEEDED = ("optimizer", "scheduler.pt", TRAINER_STATE_NAME)
 
 
@@ -69,6 +71,9 @@ class Secrets:
                 f"the ledger has {training.step_count - step} later steps, which repeat on as many processes as before "
                 "alone: sums over other parts of a batch are rounded otherwise. Go on with as many as before",
             )
+        states: Any = _saved(checkpoint).stateful_callbacks
+        if states.get(WHERE, {}).get(RELEASE, "") != release_before(training):
+            self.refuse(checkpoint, "another run saved it, the releases of which this ledger does not have")
 
     def latest(self) -> Path:
         """Returns the latest checkpoint of ``output_dir`` that is complete and has its state here."""
@@ -113,4 +118,14 @@ class Secrets:
 
 def saved_step(checkpoint: Path) -> int:
     """Returns the number of steps made when a checkpoint was saved, as the Trainer wrote it."""
-    return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step
+    return _saved(checkpoint).global_step
+
+
+def note_release(state: TrainerState, training: PrivateTraining) -> None:
+    """Notes in a Trainer's state, before it is saved, which release its checkpoint follows."""
+    states: Any = state.stateful_callbacks
+    states[WHERE] = {RELEASE: release_before(training)}
+
+
+def _saved(checkpoint: Path) -> TrainerState:
+    return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))

@@ -20,7 +20,7 @@ from ..sampling.shared_examples import share_examples
 from ..support.validate import Refused
 from ..support.write_file import PUBLIC, write_whole
 from ..training import PrivateTraining
-from .checkpoints import Secrets, saved_step
+from .checkpoints import Secrets, note_release, saved_step
 from .publishing import EXACT, TAG, add_to_card, public_logs, sends_away, without_exact_numbers
 
 WHERE = "PrivateTrainer"
@@ -139,6 +139,8 @@ class TrainerReporting(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.store_flos()
+        if self.training is not None:
+            note_release(self.state, self.training)
         with without_exact_numbers(self.state):
             super()._save_checkpoint(model, trial)
         if self.training is not None and not self.args.save_only_model:

@@ -25,7 +25,7 @@ from ..support.validate import Refused
 from ..support.warning import warn
 from ..training import PrivateTraining
 from ..training.old_spelling import hint_for, refuse_moved
-from ..training.secret_file import SecretFolder, load_secret
+from ..training.secret_file import SecretFolder, load_secret, release_before
 from .checks import WHERE, check_trainer, steering_metrics, validates_on
 from .stand_ins import (
     KeptLogs,
@@ -104,7 +104,7 @@ class PrivateFit(Callback):
         self._steering: set[str] = set()
         self._logged: set[str] = set()  # names of what is logged in training, which is not private
         self._scores_are_exact = False  # those of a validation on examples of the training data
-        self._checkpoint_is_private = False
+        self._checkpoint_is_private, self._checkpoint_release = False, ""
         self._undo: Callable[[], Any] = lambda: None
 
     # What Lightning calls
@@ -163,11 +163,13 @@ class PrivateFit(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns that this callback made the checkpoint. Keys are elsewhere, because checkpoints are shared."""
-        return {"private": self.training is not None}
+        """Returns after which release this callback made the checkpoint. Keys are elsewhere: checkpoints are shared."""
+        training = self.training
+        return {"private": training is not None, "release": "" if training is None else release_before(training)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._checkpoint_is_private = bool(state_dict.get("private"))
+        self._checkpoint_release = str(state_dict.get("release"))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._keys is None or self.training is None:
@@ -235,7 +237,8 @@ class PrivateFit(Callback):
                 "prior_releases=privacy.Ledger.load(PATH).releases."
             )
         found = load_secret(training, keys.at(step)) if keys is not None and self._checkpoint_is_private else None
-        if found != step or training.step_count != step:
+        fits = found == training.step_count == step and release_before(training) == self._checkpoint_release
+        if not fits:
             why = "no run_folder= was given"
             if keys is not None:
                 known = ", ".join(map(str, keys.steps())) or "none"

@@ -107,6 +107,15 @@ def load_secret(
     return ranks.from_first(state["training"].get("step_count"))
 
 
+def release_before(training: PrivateTraining) -> str:
+    """Returns the fingerprint of the latest release, by which a checkpoint that is saved now is known; "" without one.
+
+    A checkpoint of another run, in the same place, has another one: its weights come from releases of another ledger.
+    """
+    step = training.step_count
+    return training.ledger.made[training._state.releases.number(step - 1)].fingerprint if step else ""
+
+
 def check_parts(path: Path, states: dict[str, Any], parts: dict[str, Any]) -> None:
     """Refuses states of other parts, and of a model with other tensors, before anything is loaded."""
     if states.keys() != parts.keys():
