@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -389,6 +390,16 @@ def all_commands(command, name="torch-privacy"):
         yield name, command
 
 
+@pytest.mark.parametrize("name", [name for name, _ in all_commands(typer.main.get_command(app))])
+def test_help_fills_its_lines(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([*name.split()[1:], "--help"]) == 0
+    prose = capsys.readouterr().out.partition("╭")[0].splitlines()
+    for line, following in pairwise(map(str.strip, prose)):
+        if line and following:
+            assert len(f"{line} {following.split()[0]}") > 78, line
+
+
 def test_help_names_options_of_the_same_command_alone():
     strange = []
     for name, command in all_commands(typer.main.get_command(app)):
@@ -415,7 +426,7 @@ def test_train_help_states_the_settings_of_the_experiments(capsys, monkeypatch):
         "hidden-units": settings.hidden_units,
         "seed": settings.seed,
     }.items():
-        default = re.search(rf"--{option} .*\[default: \((?:adult: )?(.*)\)\]", shown)
+        default = re.search(rf"--{option} .*?\[default: \((?:adult: )?(.*?)\)\]", shown, re.DOTALL)
         assert default is not None, option
         assert float(default[1]) == value
     assert all(name in shown for name in TRAININGS)

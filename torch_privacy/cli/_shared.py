@@ -23,6 +23,7 @@ app = typer.Typer(
     name="torch-privacy",
     help="Differentially private deep learning with a certified epsilon.",
     add_completion=False,
+    rich_markup_mode="markdown",  # joins the lines of a paragraph
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
