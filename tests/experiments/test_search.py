@@ -145,6 +145,18 @@ def test_a_private_search_does_not_say_how_long_it_took_and_so_how_many_runs_it_
     assert start == datetime.fromtimestamp(date, UTC).replace(microsecond=0)
 
 
+def test_commands_refused_for_the_folder_of_a_private_search_say_what_it_is(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    folder.write_json(folder.settings, {"experiment": "adult"})
+    folder.write_checked(folder.results, {"experiment": "adult", "noisy_score": 0.8, "mean_runs": 2.0})
+    for command in (["report"], ["audit"], ["generate"], ["train", "--resume"]):
+        assert run([*command, str(tmp_path)]) == 2
+        shown = capsys.readouterr().err
+        assert "holds a private search" in shown or command == ["train", "--resume"]
+        assert "damaged" not in shown
+        assert "report.html" not in shown  # a search writes none
+
+
 @pytest.mark.thorough
 def test_a_target_holds_for_the_whole_search_and_for_any_batch_size(monkeypatch):
     monkeypatch.setattr(private_search, "CALIBRATIONS", 3)

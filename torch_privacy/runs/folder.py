@@ -123,9 +123,8 @@ class RunFolder(FolderReader):
                 f"{self.path}: is not a run folder (it has no settings.json). Name one that train has made."
             )
         if self.is_complete:
-            raise ValueError(
-                f"{self.path}: this run is complete, nothing is left to resume. Its report is {self.report}."
-            )
+            page = f" Its report is {self.report}." if self.report.exists() else ""
+            raise ValueError(f"{self.path}: this run is complete, nothing is left to resume.{page}")
         if not self.checkpoint.exists() and self.former_checkpoint.exists():
             raise ValueError(f"{self.former_checkpoint}: {checkpoint.EARLIER}")
         if not self.checkpoint.is_file():

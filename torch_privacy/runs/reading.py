@@ -131,6 +131,12 @@ class FolderReader:
         for mark, schema in schemas.RESULTS.items():
             if isinstance(content, dict) and mark in content:
                 return self._valid(self.results, schema, content)
+        if isinstance(content, dict) and "noisy_score" in content:
+            check = f"torch-privacy verify {shlex.quote(str(self.path))}"
+            raise ValueError(
+                f"{self.path}: holds a private search, of which model and statement are released. It has no test "
+                f"scores, and so no report. {check} checks its numbers."
+            )
         return self._valid(self.results, schemas.OF_EXPERIMENT, content, NO_TRAINING)
 
     def read_search(self) -> dict[str, Any]:
