@@ -50,6 +50,14 @@ def test_opening_and_settling_say_what_is_drawn(file, capsys):
     assert shown.out == ""
 
 
+def test_opening_refused_for_an_empty_unit_makes_no_file(tmp_path, capsys):
+    path = tmp_path / "people.budget"
+    for unit in ("", " "):
+        assert cli.run(["budget", "open", str(path), "--epsilon", "3", "--delta", "1e-6", "--unit", unit]) == 2
+        assert "must say in words what is added or removed" in capsys.readouterr().err
+        assert not path.exists()
+
+
 def test_killed_run_is_settled_from_its_ledger(file, tmp_path, capsys):
     budget = privacy.Budget.open(file)
     run = budget.reserve([(EVENT, 2)], "two means")

@@ -96,7 +96,8 @@ class Budget:
         if not os.path.lexists(path):
             if epsilon is None or delta is None:
                 raise FileNotFoundError(2, "no such budget; give epsilon and delta to make one", str(path))
-            made = DataBudget(epsilon, delta, path, unit or ONE_EXAMPLE, neighboring_relation or DEFAULT_RELATION)
+            word = ONE_EXAMPLE if unit is None else unit
+            made = DataBudget(epsilon, delta, path, word, neighboring_relation or DEFAULT_RELATION)
             create(path, made.epsilon, made.delta, made.unit, made.neighboring_relation)
         state = state_in(path)
         found = DataBudget(state.epsilon, state.delta, path, state.unit, state.neighboring_relation)
