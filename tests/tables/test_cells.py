@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_privacy.tables import Column, Schema
 from torch_privacy.tables.cells import MISSING, Rules, dates, numbers, parse_date, parse_number, read_cells
 
 RULES = Rules.of(MISSING, ".")
@@ -148,6 +149,14 @@ def test_a_zero_character_is_a_letter_like_others(dtype):
     cells = read_cells(pd.Series(["Rome\0x", "Rome", "Rome"], dtype=dtype), RULES)
     assert cells.values == ("Rome\0x", "Rome")
     assert cells.codes.tolist() == [0, 1, 1]
+
+
+def test_half_of_a_letter_becomes_one_that_a_file_can_hold():
+    cells = read_cells(pd.Series(["Rome", "Ro\ud800me"], dtype=object), RULES)
+    assert cells.values == ("Rome", "Ro\N{REPLACEMENT CHARACTER}me")
+    for column in (Column("\udc80", "number"), Column("job", "category", categories=("nurse", "\ud800"))):
+        with pytest.raises(ValueError, match="has half of a pair of surrogates, which no file can hold"):
+            Schema((column, Column("age", "number", (0, 99))), "")
 
 
 @pytest.mark.parametrize(

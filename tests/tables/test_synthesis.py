@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -29,6 +30,7 @@ from torch_privacy.tables.synthesis.marginals import Marginals, exponential_mech
 from torch_privacy.tables.synthesis.network import RARE, RowNetwork
 from torch_privacy.tables.synthesis.page import _scores_plot
 from torch_privacy.tables.synthesis.released import PublicSetup
+from torch_privacy.tables.synthesis.source import SourceRows
 
 SIZES = (2, 3, 2, 4)
 CLIQUES = [(0, 1), (1, 2), (0, 2), (2, 3)]
@@ -246,6 +248,19 @@ def test_a_choice_has_the_chances_of_its_event():
 
 
 # Runs
+
+
+def test_rows_without_a_target_stay_so_and_have_no_loss(tmp_path):
+    rows = people(600).astype(object)
+    rows.loc[:200, "income"] = None
+    rows.loc[201:240, "income"] = [f"about {i}" for i in range(40)]
+    rows.loc[3, "job"] = "\ud800"  # half of a letter
+    source = SourceRows(rows, replace(OPEN, target="income"), SynthesisSettings(epsilon=50.0, delta=1e-4))
+    notes = source.learn(privacy.Ledger(tmp_path / "ledger"))["notes"]
+    assert any(re.fullmatch("'income': about .* cells are missing and stay missing.", note) for note in notes)
+    assert any(re.fullmatch("'income': .* count as \"other\".", note) for note in notes)
+    assert not any("loss" in note for note in notes)
+    assert source.digest() != replace(source, frame=people(600)).digest()
 
 
 @pytest.mark.thorough

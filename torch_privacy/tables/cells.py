@@ -30,6 +30,7 @@ _UNIT = r"(?:\s?[%‰°€$£¥]|\s[A-Za-z°µ/²³%$€£¥]{1,6})?"
 NUMBER = re.compile(rf"({_SIGN})\s?{_CURRENCY}\s?({_SIGN})({_DIGITS}|inf|infinity){_UNIT}", re.IGNORECASE)
 PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
 CODE = re.compile(r"0\d+")
+NO_LETTER = re.compile("[\ud800-\udfff]")
 MARKS = ",.'\u2019 \u00a0\u202f"  # that may separate thousands
 THOUSANDS = {mark: re.compile(rf"(?<![\d.,])\d{{1,3}}(?:{re.escape(mark)}\d{{3}})+(?!\d)") for mark in MARKS}
 _TIME = r"(?:[T ]\s?(\d{1,2}):?(\d{2})(?::?(\d{2}(?:\.\d+)?))?\s?([AaPp][Mm])?\s?(?:Z|UTC|GMT|[+-]\d{2}:?(?:\d{2})?)?)?"
@@ -77,7 +78,10 @@ class Cells:
 
 
 def read_cells(column: Series | Any, rules: Rules) -> Cells:
-    """Returns the cells of a column as text, without spaces around; stored numbers get the rules' decimal mark."""
+    """Returns the cells of a column as text, without spaces around; stored numbers get the rules' decimal mark.
+
+    Half of a pair of surrogates is no letter, and no file can have it: it becomes U+FFFD.
+    """
     pandas = needed("pandas")
     try:
         if pandas.api.types.is_object_dtype(column) or getattr(column.dtype, "storage", "") == "python":
@@ -86,7 +90,7 @@ def read_cells(column: Series | Any, rules: Rules) -> Cells:
             codes, values = pandas.factorize(column)
     except Exception:  # lists and the like cannot be compared, and each library says so in its own way
         codes, values = _distinct(pandas.Series(list(column), dtype=object), rules)
-    texts = [_as_text(value, rules) for value in values]
+    texts = [NO_LETTER.sub("\N{REPLACEMENT CHARACTER}", _as_text(value, rules)) for value in values]
     kept = {text: None for text in texts if not rules.is_missing(text)}
     place = {text: i for i, text in enumerate(kept)}
     of_value = np.array([place.get(text, -1) for text in texts], np.int64)

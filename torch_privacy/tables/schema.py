@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..support.validate import quoted
-from .cells import MISSING, Rules, parse_date
+from .cells import MISSING, NO_LETTER, Rules, parse_date
 from .read import column_types
 from .schema_file import KINDS, parse, read_text, toml_key, write
 
@@ -288,6 +288,8 @@ class Schema:
             self._check_bounds(column)
         if column.categories is not None:
             self._check_categories(column, column.categories)
+        if any(NO_LETTER.search(text) for text in (name, *(column.categories or ()), column.source)):
+            self._refuse("a name, source or category has half of a pair of surrogates, which no file can hold", name)
 
     def _check_bounds(self, column: Column, key: str = "bounds") -> None:
         shown = f"{key} = {list(column.bounds or ())!r}"

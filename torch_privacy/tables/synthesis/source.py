@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,10 @@ from ... import privacy
 from ...privacy.rounding import round_up
 from ...support.units import plural
 from ...support.validate import strictly_between
-from ..extra import needed
 from ..foresight import doubt_of
 from ..learn import TableError, capped, learn
 from ..learnt import as_plain, event_for
+from ..read import rows_of
 from ..schema import Schema
 from ..split import owner_codes
 from .plan import WHERE, SynthesisSettings, learning_budget
@@ -117,8 +118,7 @@ class SourceRows:
                 f"{str(error).rstrip('.')}. {lines}To learn this has cost epsilon {round_up(spent)}. {ledger.path} has "
                 "what was released; another try costs as much again, and the epsilons add up."
             ) from None
-        notes = [note.replace("are imputed", "stay missing") for note in learnt.notes]
-        return as_plain(learnt.schema, settings.unit, learnt.releases, notes)
+        return as_plain(learnt.schema, settings.unit, learnt.releases, [_of_rows(note) for note in learnt.notes])
 
     def used(self, seed: int) -> DataFrame:
         """Returns the rows that marginals count: of each person at most as many as the settings say."""
@@ -128,5 +128,13 @@ class SourceRows:
 
     def digest(self) -> str:
         """Returns a digest of the table, which is as secret as the table."""
-        hashes = needed("pandas").util.hash_pandas_object(self.frame.astype(str), index=False).to_numpy()
-        return hashlib.sha256(repr(list(self.frame.columns)).encode() + hashes.tobytes()).hexdigest()
+        digest = hashlib.sha256(repr(list(self.frame.columns)).encode())
+        for row in rows_of(self.frame):
+            digest.update(repr(row).encode())
+        return digest.hexdigest()
+
+
+def _of_rows(note: str) -> str:
+    """Returns a note of the learning for rows that nothing is trained to predict: they have no loss."""
+    note = re.sub("(missing|no number) and have the loss 0", r"\1 and stay missing", note)
+    return note.replace("have the loss 0", 'count as "other"').replace("are imputed", "stay missing")
