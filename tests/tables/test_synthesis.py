@@ -282,6 +282,8 @@ def test_a_run_that_was_stopped_goes_on_and_nothing_is_paid_twice(generator, tmp
     pd.testing.assert_frame_equal(loaded.draw(300, 1), found.draw(300, 1))
     assert not loaded.draw(300).equals(loaded.draw(300))
     assert list(loaded.draw(0)) == list(found.draw(3))
+    with pytest.raises(ValueError, match="seed=-1 must be an integer of at least 0"):
+        loaded.draw(3, -1)
 
 
 @pytest.mark.parametrize("generator", ["mst", "network"])

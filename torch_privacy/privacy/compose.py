@@ -167,6 +167,7 @@ class Profile:
         Args:
             floor: smaller errors are ignored, see `tradeoff.mu`.
         """
+        metrics.check_floor("Profile.mu", floor)
         low, high = self.tradeoffs["symmetrized"]
         return Bracket(metrics.mu(high, floor).low, metrics.mu(low, floor).high)
 
@@ -186,6 +187,7 @@ class Profile:
 
         Source: see `tradeoff.regret`.
         """
+        metrics.check_floor("Profile.regret", floor)
         low, high = self.tradeoffs["symmetrized"]
         stated = self.mu(floor).high
         return Bracket(metrics.regret(low, stated).low, max(metrics.regret(high, stated).high, floor))

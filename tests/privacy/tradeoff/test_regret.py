@@ -77,6 +77,12 @@ def test_mu_alone_does_not_bound_errors_below_its_floor():
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("name", ["mu", "regret"])
+def test_a_floor_is_refused_by_the_name_of_the_call(name):
+    with pytest.raises(ValueError, match=rf"Profile.{name}: floor=1.0 must lie in \(1e-13, 0.5\)"):
+        getattr(privacy.compose(FEW), name)(1.0)
+
+
 def test_true_positive_rates_are_those_of_another_accountant():
     noise, probability, steps = 0.7, 256 / 60000, 2000
     pld = privacy_loss_distribution.from_gaussian_mechanism(noise, sampling_prob=probability).self_compose(steps)

@@ -83,12 +83,17 @@ def mu(f: TradeOff, floor: float = 1e-6) -> Bracket[float]:
         >>> round(low, 2), high - low < 1e-3
         (1.38, True)
     """
-    strictly_between("tradeoff.mu", 1e-13, 0.5, floor=floor)
+    check_floor("tradeoff.mu", floor)
     if isinstance(f, Gaussian):
         return Bracket(f.mu, f.mu)
     low, high = enclosed(f, pieces=2048)
     halves = ((side, side.inverse()) for side in (high, low))
     return Bracket(*(max(_mu_where_alpha_is_smaller(half, floor) for half in both) for both in halves))
+
+
+def check_floor(where: str, floor: float) -> None:
+    """Refuses a floor of errors that `mu` cannot take."""
+    strictly_between(where, 1e-13, 0.5, floor=floor)
 
 
 def _mu_where_alpha_is_smaller(f: TradeOff, floor: float) -> float:

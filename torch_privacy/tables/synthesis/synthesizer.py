@@ -57,10 +57,12 @@ class Synthesizer:
 
         Args:
             rows: how many, from 0 to 1e8.
-            seed: public; the same one draws the same rows again. By default a new one, so that tables that are drawn
-                one after the other can be put together.
+            seed: public, 0 or more; the same one draws the same rows again. By default a new one, so that tables that
+                are drawn one after the other can be put together.
         """
         whole("Synthesizer.draw", at_most=MOST_ROWS, rows=rows)
+        if seed is not None:
+            whole("Synthesizer.draw", seed=seed)
         rng = np.random.default_rng(secrets.randbits(63) if seed is None else seed)
         return self.grid.decode(self.model.draw(rows, rng), rng, self.whole)
 
