@@ -538,6 +538,24 @@ def test_lost_bounds_are_named_with_the_lines_to_write(file, tmp_path):
     assert 'write into schema.toml: [columns."a b"], kind = "number", bounds = [0, 100]' in hint
 
 
+@pytest.mark.parametrize("mark", [".", ","])
+def test_a_decimal_mark_that_fewer_columns_have_is_named_before_anything_is_paid(mark, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f"{i % 90},{i % 7};a text {i};yes\n{i % 90},{i % 9};a text;no\n" for i in range(1000))
+    Path("people.csv").write_text(f"age;note;paid\n{rows}")
+    assert run(["schema", "people.csv", "--target", "paid", "--output", "s.toml"]) == 0
+    text = Path("s.toml").read_text()
+    assert 'decimal = ","' in text
+    Path("s.toml").write_text(text.replace('decimal = ","', f'decimal = "{mark}"'))
+    capsys.readouterr()
+    command = ["train", "people.csv", "--target", "paid", "--epsilon", "4", "--schema", "s.toml"]
+    assert run([*command, "--plan"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    said = "more columns are numbers with the decimal mark ',' than with '.'. Write into " in shown
+    assert said == (mark == ".")
+    assert ('decimal = ","' in shown) == said
+
+
 @pytest.mark.thorough
 def test_a_refusal_after_learning_leaves_a_ledger_too(file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "check_settings", lambda *_: (_ for _ in ()).throw(ValueError("train: no.")))
@@ -590,7 +608,7 @@ def test_commands_that_are_shown_can_be_copied_where_names_have_spaces(tmp_path,
     assert run(["schema", "my people.csv", "--target", "has paid?", "--output", "my schema.toml"]) == 0
     shown = re.search("torch-privacy (.*)", capsys.readouterr().err)
     assert shown is not None
-    assert run([*shlex.split(shown[1]), "--epsilon", "2", "--plan"]) == 0
+    assert run([*shlex.split(shown[1]), "--plan"]) == 0
     settings = TableSettings(**complete(Path("my people.csv"), {"target": "has paid?", "target_epsilon": 2.0}))
     made = re.search(r"\((torch-privacy .*)\)", table_notes.to_write(settings, "x"))
     assert made is not None

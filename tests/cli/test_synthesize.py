@@ -119,11 +119,23 @@ def test_the_epsilon_that_is_printed_is_never_rounded_down(folder, capsys):
     assert "at most 1.235, for any number of rows" in capsys.readouterr().out
 
 
+def test_the_schema_of_a_table_to_synthesize_needs_no_target(folder, capsys):
+    assert run(["schema", "people.csv", "--output", "s.toml"]) == 2
+    assert "or give --target '', for synthetic rows" in capsys.readouterr().err
+    assert run(["schema", "people.csv", "--target", "", "--output", "s.toml"]) == 0
+    shown = capsys.readouterr().err
+    assert shown.endswith(": torch-privacy synthesize people.csv --epsilon 2 --schema s.toml\n")
+    (folder / "s.toml").write_text(SCHEMA.replace('target = "income"\ntask = "classification"', 'target = ""'))
+    made = shlex.split(shown.partition("torch-privacy ")[2])
+    assert run([*made, "--generator", "mst", "--no-page", "--run", "r"]) == 0
+
+
 def test_what_cannot_be_learnt_is_refused_with_its_price_its_ledger_and_the_lines_to_write(folder, capsys):
     (folder / "same.csv").write_text("age,income\n" + "".join(f"{k % 70},high\n" for k in range(900)))
     assert run(["synthesize", "same.csv", "--epsilon", "3", "--target", "income", "--run", "r"]) == 2
     error = capsys.readouterr().err
-    assert "Write into a schema: [columns.income]" in error
+    made = "torch-privacy schema same.csv --target income --output schema.toml"
+    assert f"Make a schema ({made}), write into schema.toml: [columns.income]" in error
     assert "r/ledger.jsonl has what was released" in error
     assert run(["synthesize", "--resume", "r"]) == 2
     assert "ended here before its first step" in capsys.readouterr().err

@@ -42,5 +42,6 @@ def schema(
     elif output is None:
         typer.echo(text, nl=False)
     else:
-        command = shlex.join(["torch-privacy", "train", str(file), "--target", str(target), "--schema", str(output)])
+        what = ["train", str(file), "--target", target] if target else ["synthesize", str(file)]
+        command = shlex.join(["torch-privacy", *what, "--epsilon", "2", "--schema", str(output)])
         say(f"Fill in {output} and declare it public: {command}")

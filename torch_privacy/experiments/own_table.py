@@ -60,9 +60,11 @@ def template(path: Path, target: str | None, *, ignore: tuple[str, ...] = ()) ->
     with needing_extra():
         if target is None:
             raise ValueError(
-                f"schema: name the column to predict with --target, one of {column_names(table_in(path))}."
+                f"schema: name the column to predict with --target, one of {column_names(table_in(path))}; or give "
+                "--target '', for synthetic rows."
             )
-        check_column("schema", "target", target, table_in(path), path)
+        if target:
+            check_column("schema", "target", target, table_in(path), path)
         return tables.Schema.template(path, target, ignore=ignore, shape=shape_in(path)).to_toml()
 
 
@@ -290,7 +292,8 @@ def _learn(
     share, kept, noise = settings.schema_share, _Kept(unit, new_ledger), None
     assert settings.target_epsilon is not None, "noise alone leaves nothing to learn with"
     doubt = checked_target(settings, schema, len(train_rows) if owners is None else len(set(owners)))
-    for warning in (doubt, table_notes.identifiers(settings, schema)):
+    mark = table_notes.other_mark(settings, schema, frame)
+    for warning in (mark, doubt, table_notes.identifiers(settings, schema)):
         if warning is not None:
             warnings.warn(f"train: {warning}", stacklevel=2)
     if draft is not None:

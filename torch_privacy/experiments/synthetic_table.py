@@ -117,6 +117,7 @@ def resume(folder: Path) -> Job:
 def _job(folder: Path, settings: SyntheticTableSettings) -> Job:
     from torch_privacy import privacy, tables
     from torch_privacy.experiments import table_file
+    from torch_privacy.experiments.table_notes import to_write
     from torch_privacy.support.units import ONE_EXAMPLE, plural, unit_of_column
     from torch_privacy.tables.synthesis import GeneratorRun, SynthesisSettings
     from torch_privacy.tables.synthesis.source import FEWEST
@@ -167,6 +168,7 @@ def _job(folder: Path, settings: SyntheticTableSettings) -> Job:
             budget=budget,
             of_budget=(frame, num_owners),
             written={**asdict(settings), "delta": of_run.delta},
+            to_write=partial(to_write, settings),
         )
     shape = (table_file.SHAPE,) if schema.file else ()
     return Job(run, path.name, frame.iloc[train_rows], frame.iloc[test_rows], shape)

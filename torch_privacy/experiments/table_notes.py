@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +20,10 @@ from torch_privacy.support.units import OF_TABLE, ONE_EXAMPLE, owner_in_words, p
 from torch_privacy.tables.cells import read_cells
 from torch_privacy.tables.learn import TOO_FEW
 from torch_privacy.tables.schema import OF_STORAGE
-from torch_privacy.tables.schema_file import toml_key
+from torch_privacy.tables.schema_file import toml_key, toml_text
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 MOST_NAMES = 20  # of columns, in a message
 FEW_ROWS = 10  # below which a declared category is pointed out
@@ -64,8 +67,8 @@ def _unusable(schema: tables.Schema) -> tuple[str, ...]:
     return tuple(f"{column.name!r} is ignored: {column.reason}." for column in unusable)
 
 
-def to_write(settings: TableSettings, lines: str) -> str:
-    """Returns which file to change, and the lines to write into it."""
+def to_write(settings: Any, lines: str) -> str:
+    """Returns which file to change, and the lines to write into it, by settings with file, target and schema."""
     if not lines:
         return ""
     if settings.schema is not None:
@@ -91,25 +94,29 @@ def identifiers(settings: TableSettings, schema: tables.Schema) -> str | None:
     )
 
 
+def other_mark(settings: TableSettings, schema: tables.Schema, frame: DataFrame) -> str | None:
+    """Returns a sentence if the schema file names the decimal mark that fewer columns have; it is only to be shown."""
+    found = tables.shape_of(frame, schema.missing, schema.decimal).decimal
+    if settings.schema is None or found == schema.decimal:
+        return None
+    return (
+        f"{Path(settings.file).name}: more columns are numbers with the decimal mark '{found}' than with "
+        f"'{schema.decimal}'. {to_write(settings, f'decimal = {toml_text(found)}')}".rstrip()
+    )
+
+
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
 def _hints(settings: TableSettings, schema: tables.Schema) -> tuple[str, ...]:
-    """Returns what may help if bounds could not be learnt, or columns were taken for rare texts."""
+    """Returns what may help if bounds could not be learnt."""
     reason = TOO_FEW.removeprefix("has ")
     lost = [column.name for column in schema.columns if column.kind == "ignored" and column.reason == reason]
-    found = []
     if lost:
         more = f" (so for {_check.quoted(lost[1:], at_most=MOST_NAMES)}, too)" if lost[1:] else ""
         line = f'[columns.{toml_key(lost[0])}], kind = "number", bounds = [0, 100], as publicly known{more}'
-        found.append(f"Bounds that are declared need not be learnt. {to_write(settings, line)}".rstrip())
-    rare = [column.name for column in schema.columns if column.kind == "ignored" and "frequent" in column.reason]
-    if rare and schema.decimal != ",":
-        columns = _check.quoted(rare, at_most=MOST_NAMES)
-        found.append(
-            f'Of {columns} nothing was learnt. For numbers with a decimal comma write decimal = "," into the schema.'
-        )
-    return tuple(found)
+        return (f"Bounds that are declared need not be learnt. {to_write(settings, line)}".rstrip(),)
+    return ()
 
 
 def _in_words(schema: tables.Schema, listed: Sequence[Mapping[str, str]]) -> str:

@@ -12,6 +12,7 @@ from torch_privacy.experiments.table_budget import learning_budget, planned_nois
 from torch_privacy.experiments.table_settings import TableSettings
 from torch_privacy.experiments.task import number_of_steps
 from torch_privacy.privacy.rounding import round_up, short
+from torch_privacy.support import validate as _check
 from torch_privacy.tables.mechanisms import frequent
 
 
@@ -47,8 +48,8 @@ def plan_lines(settings: TableSettings) -> list[tuple[str, str]]:
         price = round_up(privacy.compose(budget.events).epsilon_high(delta))
         names = [column.name for column in schema.open_columns]
         scales = [column.name for column in schema.columns if column.bounds is not None and column.scale is None]
-        what = [f"all of {', '.join(names[:5])}{' ...' * (len(names) > 5)}"] if names else []
-        what += [f"where most values lie of {', '.join(scales[:5])}{' ...' * (len(scales) > 5)}"] if scales else []
+        what = [f"all of {_check.quoted(names, at_most=5)}"] if names else []
+        what += [f"where most values lie of {_check.quoted(scales, at_most=5)}"] if scales else []
         lines.append(("to learn privately", f"{'; '.join(what)}: epsilon {price}"))
         if budget.categories is not None:
             groups = sum(column.kind in ("learn", "category") and column.is_open for column in schema.columns)
@@ -56,6 +57,8 @@ def plan_lines(settings: TableSettings) -> list[tuple[str, str]]:
                 {}, replace(budget.categories.noise, groups=max(groups, 1)), budget.categories.delta
             )
             lines.append(("rare categories", f"are lost below about {threshold:,} rows: write them into a schema"))
+        if mark := table_notes.other_mark(settings, schema, table_file.table_in(path)):
+            lines.append(("decimal mark", mark))
         if doubt is not None:
             lines.append(("rare classes", doubt))
         if numbering := table_notes.identifiers(settings, schema):

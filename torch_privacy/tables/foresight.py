@@ -91,8 +91,13 @@ def _of_all_columns(schema: Schema, rows: int, budget: LearningBudget) -> Doubt 
         f"no column can be learnt at this epsilon: each of {len(used):,} takes about {least:,.0f} rows, and there are "
         f"{'at most ' if budget.rows > 1 else ''}{rows:,}"
     )
-    kinds = 'kind = "category", categories = ["...", "..."], or kind = "ignored"'
-    return Doubt(what, f"[columns.{toml_key(features[0].name)}], {kinds}", is_certain=True)
+    return Doubt(what, lines_for(features[0].name), is_certain=True)
+
+
+def lines_for(name: str) -> str:
+    """Returns what to write into a schema for a column of which nothing can be learnt."""
+    kinds = 'kind = "category", categories = ["...", "..."], or kind = "number", bounds = [0, 100] for a number'
+    return f"[columns.{toml_key(name)}], {kinds}"
 
 
 def _threshold(budget: LearningBudget, groups: int) -> int:

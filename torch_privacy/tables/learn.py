@@ -18,7 +18,7 @@ from ..support.validate import positive, strictly_between, whole
 from ..training.bound_data import reserve
 from .cells import Cells, codes, dates, numbers, read_cells
 from .extra import needed
-from .foresight import MANY_ERRORS, doubt_of
+from .foresight import MANY_ERRORS, doubt_of, lines_for
 from .learnt import Learnt, TableError
 from .mechanisms import CountNoise, frequent, noisy_counts
 from .price import LearningBudget
@@ -175,10 +175,12 @@ class _Learning:
         if all(column.kind == "ignored" or column.name == self._open.target for column in self._columns.values()):
             first, rest = self._notes[:MOST_NOTES], len(self._notes[MOST_NOTES:])
             more = f" And {rest} more." if rest else ""
+            features = self._open.features
             raise TableError(
-                f"Nothing can be learnt of any column at this epsilon ({' '.join(first)}{more}) Write bounds and "
-                "categories into a schema, or raise epsilon.",
+                f"Nothing can be learnt of any column at this epsilon ({' '.join(first)}{more}) Raise epsilon, or "
+                "declare what is public.",
                 self.releases,
+                lines_for(features[0].name),
             )
         schema = self._open.with_columns(self._columns.values(), self._task)
         counts = MappingProxyType({name: MappingProxyType(values) for name, values in self._counts.items()})
@@ -366,6 +368,9 @@ class _Learning:
                 self._notes.append(f"{name!r}: about {of['not understood']} cells are {what} and {rule}.")
 
     def _refuse(self, what: str, *lines: str) -> None:
+        missing = min(self._counts[self._open.target]["missing"], self._num_rows * self._budget.rows)
+        if missing > MANY_ERRORS * self._budget.counts.stddev:
+            what += f"; about {missing:,} of its cells are missing"
         place = f"[columns.{toml_key(self._open.target)}]"
         written = ", ".join((place, *lines)) if lines else ""
         raise TableError(f"The target {self._open.target!r} {what}.", self.releases, written)

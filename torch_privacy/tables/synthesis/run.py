@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from .network import order_of
 from .network_training import STEPS_BETWEEN, NetworkTraining
 from .plan import Plan, SynthesisSettings
 from .released import PublicSetup
-from .source import SourceRows
+from .source import TO_WRITE, SourceRows
 from .statement import of_marginals, with_generator
 from .synthesizer import Synthesizer
 
@@ -51,6 +51,7 @@ class GeneratorRun:
         owners: (n,) the person of each row, or None.
         budget: of the data, or None; ``of_budget`` are the rows that it belongs to, if there are more.
         written: settings to write, such as the file's name; by default those of the run.
+        to_write: returns a sentence on where to write lines of a schema, for errors.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class GeneratorRun:
         budget: privacy.DataBudget | None = None,
         of_budget: tuple[DataFrame, int | None] | None = None,
         written: Mapping[str, Any] | None = None,
+        to_write: Callable[[str], str] = TO_WRITE,
     ):
         self.folder, self.settings = RunFolder(Path(path)), settings
-        self.source, self._budget = SourceRows(frame, schema, settings, owners, of_budget), budget
+        self.source, self._budget = SourceRows(frame, schema, settings, owners, of_budget, to_write), budget
         self.source.check()
         self._written = {"experiment": EXPERIMENT, **(written or asdict(settings))}
         self.plan = Plan(settings, schema, self.source.num_units)

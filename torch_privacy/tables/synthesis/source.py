@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,13 +27,15 @@ if TYPE_CHECKING:
 
 FEWEST = 200  # rows or persons, below which noise is all that is left
 MOST_VALUES = 1000  # of one column
+TO_WRITE = "Write into a schema: {}. ".format  # lines of TOML
 
 
 @dataclass(frozen=True)
 class SourceRows:
     """Rows to learn from, what is public of them, and the person of each row, if persons are protected.
 
-    ``of_budget`` are the rows that the data's budget belongs to and the number of their owners, if these are more.
+    ``of_budget`` are the rows that the data's budget belongs to and the number of their owners, if these are more;
+    ``to_write`` returns a sentence on where to write lines of a schema.
     """
 
     frame: DataFrame
@@ -40,6 +43,7 @@ class SourceRows:
     settings: SynthesisSettings
     owners: Any = None
     of_budget: tuple[DataFrame, int | None] | None = None
+    to_write: Callable[[str], str] = TO_WRITE
 
     @property
     def whole(self) -> tuple[DataFrame, int | None]:
@@ -88,8 +92,7 @@ class SourceRows:
         doubt = doubt_of(self.schema, n, learning_budget(self.settings, self.schema, n))
         if doubt is not None and doubt.is_certain:
             raise ValueError(
-                f"{WHERE}: {doubt.what}. Write into a schema: {doubt.lines}. Nothing was learnt, and it has cost "
-                "nothing."
+                f"{WHERE}: {doubt.what}. {self.to_write(doubt.lines)}Nothing was learnt, and it has cost nothing."
             )
 
     def learn(self, ledger: privacy.Ledger) -> dict[str, Any]:
@@ -113,7 +116,7 @@ class SourceRows:
             )
         except TableError as error:
             spent = ledger.profile().epsilon_high(settings.delta)  # `check` refuses what is known before
-            lines = f"Write into a schema: {error.lines}. " if error.lines else ""
+            lines = self.to_write(error.lines) if error.lines else ""
             raise ValueError(
                 f"{str(error).rstrip('.')}. {lines}To learn this has cost epsilon {round_up(spent)}. {ledger.path} has "
                 "what was released; another try costs as much again, and the epsilons add up."
