@@ -234,6 +234,7 @@ def test_a_card_without_privacy_says_so(tmp_path):
 
 
 MISSPELT = {
+    "max_grad_nrom": r"'max_grad_nrom' \(here it is clipping=tp.Flat\(clip_norm=...\)\)",
     "max_grad_norm": r"'max_grad_norm' \(here it is clipping=tp.Flat\(clip_norm=...\)\)",
     "noise_multiplyer": r"'noise_multiplyer' \(did you mean 'noise_multiplier'\?\)",
     "target_delta": r"'target_delta' \(here it is delta=...\)",

@@ -37,8 +37,8 @@ ELSEWHERE = {  # name in another library -> what it is here
 
 def hint_for(name: str, known: Collection[str]) -> str:
     """Returns what an unknown keyword may have meant, in parentheses; empty if nothing is near."""
-    if name in ELSEWHERE:
-        return f" (here it is {ELSEWHERE[name]})"
+    if close := get_close_matches(name, ELSEWHERE, 1, cutoff=0.8):
+        return f" (here it is {ELSEWHERE[close[0]]})"
     close = get_close_matches(name, known, 1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
