@@ -77,6 +77,7 @@ def toml(x='kind = "number"\nbounds = [0, 1]', y='kind = "category"\ncategories 
     ("text", "message"),
     [
         ("target = ", r"is not TOML \(Invalid value \(at end of document\)\)"),
+        (toml(top='target = "y", task = "learn"'), "at line 1.*Write each entry on a line of its own"),
         (toml(top='target = "y"\ntarget = "x"'), r"is not TOML \(Cannot overwrite a value \(at line 2"),
         ("[columns.x]\nkind = 'number'", r'target = "NAME" is missing'),
         ("target = 'x'", r"\[columns.NAME\] is missing"),

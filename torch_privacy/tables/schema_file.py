@@ -64,7 +64,10 @@ def parse(text: str, where: str, shape: Shape | None = None) -> dict[str, Any]:
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError alone
-        raise ValueError(f"{where}: is not TOML ({str(error).rstrip('.')}).") from None
+        raise ValueError(
+            f"{where}: is not TOML ({str(error).rstrip('.')}). Write each entry on a line of its own, texts in quotes, "
+            'dates as 2024-01-31, and names with other letters than A-Z in quotes, too: [columns."Größe"].'
+        ) from None
     _check_keys(where, "", document, (*TABLE_KEYS, "columns"))
     target, columns = document.get("target"), document.get("columns")
     if not isinstance(target, str):
