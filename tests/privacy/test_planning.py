@@ -100,6 +100,12 @@ def test_a_notebook_shows_the_printed_table(found):
     assert "&lt;- take this" in found._repr_html_()
 
 
+def test_no_row_comes_twice_and_no_share_either():
+    rows = privacy.plan(100, 1.0, 1e-5).rows
+    assert len({(row.num_steps, row.expected_batch_size) for row in rows}) == len(rows)
+    assert "expect no better than 0 % of what can be learnt" in privacy.plan(10, 0.1, 1e-5).advice()
+
+
 def test_few_examples_are_said_to_be_too_few_and_many_to_be_enough():
     few = privacy.plan(2_000, 1.0, 1e-5, num_steps=(250,))
     low, high = few.learnt

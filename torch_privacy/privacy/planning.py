@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import count
+from itertools import chain, count
 from math import exp, log, sqrt
 from typing import Any
 
@@ -182,11 +182,13 @@ class TrainingPlan:
         n, epsilon, (low, high) = f"{self.num_examples:,} examples", f"epsilon {self.target_epsilon:g}", self.learnt
         if low >= ENOUGH:
             return f"{n} are enough for {epsilon}, if your task is like these."
+        least, most = f"{100 * low:.0f}", f"{100 * high:.0f}"
+        learnt = most if least == most else f"{least} to {most}"
         signals = [task.signal_for(ENOUGH) for task in MEASURED]
         needed = [signal / self.limit for signal in signals if signal is not None]
         return (
-            f"With {n} and {epsilon} expect no better than {100 * low:.0f} to {100 * high:.0f} % of what can be "
-            f"learnt. For {100 * ENOUGH:.0f} % these took {min(needed):,.0f} to {max(needed):,.0f} examples at this "
+            f"With {n} and {epsilon} expect no better than {learnt} % of what can be learnt. "
+            f"For {100 * ENOUGH:.0f} % these took {min(needed):,.0f} to {max(needed):,.0f} examples at this "
             "epsilon. Take features that were not learnt from these data, a smaller network, or a larger epsilon."
         )
 
@@ -255,9 +257,9 @@ def _sizes(num_examples: int, limit: float, num_steps: int) -> Iterator[int]:
     At a noise multiplier of 0.8, less than two thirds of the limit, by the central limit theorem.
     """
     first = 0.5 * num_examples * limit / sqrt(num_steps)
-    for size in (digit * 2**power for power in count() for digit in (2, 3)):
-        if size // 2 >= num_examples:
+    for size in chain([1], (digit * 2**power for power in count() for digit in (2, 3))):
+        if size >= num_examples:
             break
-        if size // 2 >= first:
-            yield size // 2
+        if size >= first:
+            yield size
     yield num_examples
