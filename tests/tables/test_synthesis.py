@@ -28,7 +28,7 @@ from torch_privacy.tables.synthesis.graph import Model, NoisyCounts, elimination
 from torch_privacy.tables.synthesis.judge import Judgement, audit, judge
 from torch_privacy.tables.synthesis.marginals import Marginals, exponential_mechanism
 from torch_privacy.tables.synthesis.network import RARE, RowNetwork
-from torch_privacy.tables.synthesis.page import _scores_plot
+from torch_privacy.tables.synthesis.page import _scores, _scores_plot
 from torch_privacy.tables.synthesis.released import PublicSetup
 from torch_privacy.tables.synthesis.source import SourceRows
 
@@ -521,6 +521,10 @@ def test_real_rows_are_judged_to_be_like_themselves_and_lost_categories_are_name
     assert same.scores["nothing: always the same guess"] == pytest.approx(
         (people(seed=1)[SCHEMA.target] == most).mean()
     )
+    n, correct = len(people(seed=1)), same.scores["synthetic rows"]
+    error = math.sqrt(correct * (1 - correct) / n)
+    assert same.errors["accuracy"]["synthetic rows"] == pytest.approx(error)
+    assert f"{100 * correct:.1f} ± {100 * error:.1f} %" in "".join(_scores(same))
     without = judge(Copy(frame.assign(job="nurse")), frame, people(seed=1))
     assert set(without.lost["job"]) == {"baker", "clerk"}
     assert without.one_way["job"] == pytest.approx(1 - (frame["job"] == "nurse").mean())

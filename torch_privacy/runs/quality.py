@@ -45,12 +45,22 @@ def in_words(measured: Mapping[str, Any]) -> str:
 
 
 def number(name: str, value: float, error: float | None = None) -> str:
-    """Returns a value in its unit, with its standard error if it has one."""
+    """Returns a value in its unit, with its standard error if it has one.
+
+    Example:
+        >>> number("RMSE", 215908.1, 8712.3), number("RMSE", 0.012345)
+        ('215,900 ± 8,700', '0.01235')
+    """
     if name in PERCENT:
         return f"{100 * value:.1f} %" if error is None else f"{100 * value:.1f} ± {100 * error:.1f} %"
     large = name in ("RMSE", "mean absolute error")
-    plain, small = (f"{value:.4g}", f"{error or 0:.2g}") if large else (f"{value:.3f}", f"{error or 0:.3f}")
+    plain, small = (_rounded(value, 4), _rounded(error or 0, 2)) if large else (f"{value:.3f}", f"{error or 0:.3f}")
     return plain if error is None else f"{plain} ± {small}"
+
+
+def _rounded(value: float, digits: int) -> str:
+    """Returns a number with this many digits that count, and commas between thousands."""
+    return f"{float(f'{value:.{digits}g}'):,.10g}"
 
 
 def headlines(results: Mapping[str, Any]) -> list[tuple[str, str]]:

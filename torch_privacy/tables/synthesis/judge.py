@@ -7,7 +7,7 @@ import itertools
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from ..cells import read_cells
 from ..defaults import defaults
 from ..encode import Encoded, Encoder
 from ..model import losses, new_model
-from ..scores import scores_of_classes
+from ..scores import scores_of_classes, scores_of_numbers
 from . import plan
 from .cells import Codes, ColumnGrid
 from .chain import marginal
@@ -55,6 +55,7 @@ class Judgement:
         measure: of the scores: "accuracy", or "RMSE".
         areas: AUC of the same models; {} if the target is a number, or if all held-out rows are of one class.
         num_test: number of held-out rows that are scored.
+        errors: of "accuracy" and "AUC", or "RMSE": the standard error of each score, by what the model was trained on.
     """
 
     one_way: Mapping[str, float]
@@ -65,6 +66,7 @@ class Judgement:
     measure: str
     areas: Mapping[str, float]
     num_test: int
+    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def judge(
@@ -85,18 +87,15 @@ def judge(
     names, places = grid.names, range(len(grid.sizes))
     two_way = {(names[i], names[j]): distance(real, drawn, (i, j), grid) for i, j in itertools.combinations(places, 2)}
     chance = [distance(real, held_out, pair, grid) for pair in itertools.combinations(places, 2)]
-    scores, measure, areas, num_test = {}, "", {}, 0
+    scored = {}, "", {}, 0, {}
     if grid.schema.target in names:
-        scores, measure, areas, num_test = _scores(grid, train, test, rows, private, seed)
+        scored = _scores(grid, train, test, rows, private, seed)
     return Judgement(
         {names[i]: distance(real, drawn, (i,), grid) for i in places},
         two_way,
         float(np.mean(chance)) if chance else 0.0,
         _lost(grid, train, rows),
-        scores,
-        measure,
-        areas,
-        num_test,
+        *scored,
     )
 
 
@@ -121,28 +120,28 @@ def _lost(grid: ColumnGrid, train: DataFrame, rows: DataFrame) -> dict[str, dict
 
 def _scores(
     grid: ColumnGrid, train: DataFrame, test: DataFrame, rows: DataFrame, private: GeneratorRun | None, seed: int
-) -> tuple[dict[str, float], str, dict[str, float], int]:
+) -> tuple[dict[str, float], str, dict[str, float], int, dict[str, dict[str, float]]]:
     """Returns scores of the same model, trained on synthetic rows, on real ones with privacy, and without."""
     encoder = Encoder(grid.schema)
     real, held_out = encoder.encode(train), encoder.encode(test)
     known = held_out.has_target
     if not known.any():
-        return {}, "", {}, 0
+        return {}, "", {}, 0, {}
     is_class = grid.schema.task == "classification"
-    found: dict[str, float] = {}
-    areas: dict[str, float] = {}
+    measure = "accuracy" if is_class else "RMSE"
+    found: dict[str, dict[str, float]] = {measure: {}, "AUC": {}}
+    errors: dict[str, dict[str, float]] = {measure: {}, "AUC": {}}
 
     def score(name: str, outputs: Tensor) -> None:
         targets = _targets(held_out)[known]
-        if not is_class:
-            found[name] = float((outputs.clamp(-1, 1) - targets).square().mean().sqrt()) * encoder.target_scale
-            return
-        probabilities = outputs.double().softmax(1).numpy()
-        measures = scores_of_classes(probabilities, targets.numpy(), encoder.schema.classes)["measures"]
-        values = {one["name"]: one["value"] for one in measures}
-        found[name] = values["accuracy"]
-        if "AUC" in values:
-            areas[name] = values["AUC"]
+        if is_class:
+            probabilities = outputs.double().softmax(1).numpy()
+            scored = scores_of_classes(probabilities, targets.numpy(), encoder.schema.classes)
+        else:
+            scored = scores_of_numbers(*(encoder.target_scale * one.numpy() for one in (outputs.clamp(-1, 1), targets)))
+        for one in scored["measures"]:
+            if one["name"] in found:
+                found[one["name"]][name], errors[one["name"]][name] = one["value"], one["error"]
 
     def outputs_of(model: Any) -> Tensor:
         with torch.no_grad():
@@ -156,7 +155,7 @@ def _scores(
     targets, n = _targets(real)[real.has_target], int(known.sum())
     shares = targets.bincount(minlength=len(encoder.schema.classes)).log() if is_class else targets.mean()
     score("nothing: always the same guess", shares.expand(n, *shares.shape))
-    return found, "accuracy" if is_class else "RMSE", areas, n
+    return found[measure], measure, found["AUC"], n, errors
 
 
 def _targets(encoded: Encoded) -> Tensor:

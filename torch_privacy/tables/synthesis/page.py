@@ -10,6 +10,7 @@ import numpy as np
 
 from ...privacy import Profile
 from ...privacy.rounding import round_up, short
+from ...runs.quality import number
 from ...runs.report import audit as audit_section
 from ...runs.report import html
 from ...runs.report.training_plots import FIRST, SECOND, as_svg, new_axes, page_style, whole_numbers
@@ -114,19 +115,13 @@ def _scores(found: Judgement) -> list[str]:
         html.paragraphs([text]),
         html.pairs(
             [
-                *(
-                    (f"{found.measure}, trained on {name}", _shown(found, score))
-                    for name, score in found.scores.items()
-                ),
-                *((f"AUC, trained on {name}", f"{area:.3f}") for name, area in found.areas.items()),
+                (f"{measure}, trained on {name}", number(measure, score, found.errors[measure][name]))
+                for measure, scores in ((found.measure, found.scores), ("AUC", found.areas))
+                for name, score in scores.items()
             ]
         ),
         html.figures([_scores_plot(found)]),
     ]
-
-
-def _shown(found: Judgement, score: float) -> str:
-    return f"{100 * score:.1f} %" if found.measure == "accuracy" else f"{score:.4g}"
 
 
 def _lost(found: Judgement) -> list[str]:
@@ -173,7 +168,7 @@ def _scores_plot(found: Judgement) -> str:
     with page_style():
         figure.set_size_inches(6.4, 2.0)
         bars = axes.barh(names, values, color=[SECOND if name == "synthetic rows" else FIRST for name in names])
-        axes.bar_label(bars, fmt={"accuracy": "{:.1f}", "AUC": "{:.3f}"}.get(measure, "{:.4g}"), padding=4)
+        axes.bar_label(bars, labels=[number(measure, scores[name]).removesuffix(" %") for name in names], padding=4)
         axes.set_xlim(0, max(values) * 1.15)
     return as_svg(figure)
 
