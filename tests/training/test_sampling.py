@@ -34,6 +34,7 @@ import torch_privacy as tp
 from torch_privacy import privacy
 from torch_privacy.mechanisms.base import PRICED_ROUNDING
 from torch_privacy.sampling.batches import Batches, BatchRequest
+from torch_privacy.sampling.places import Places
 from torch_privacy.sampling.samplers import PoissonSampler, VaryingSampler
 from torch_privacy.training import release
 
@@ -213,6 +214,28 @@ def test_rows_that_are_written_are_named(kind):
     with pytest.warns(UserWarning, match=r"rows of the data set were written or replaced before step \d"):
         train(training)
     assert "first seen before step" in training.statement()["not_covered"][-1]
+
+
+class Signals(Own):
+    """Has a data frame with an array in each cell."""
+
+    def __init__(self, x):
+        self.frame = pd.DataFrame({"x": [*x]})
+
+    def __len__(self):
+        return len(self.frame)
+
+    def __getitem__(self, index):
+        return torch.from_numpy(self.frame["x"][index])
+
+
+def test_long_cells_of_a_table_are_compared_in_full_and_no_more_are_kept_than_fit():
+    x = np.random.default_rng(0).standard_normal((20, 300_000))
+    signals = Signals(x)
+    [kept] = Places(signals, signals.__getitem__)._kept
+    assert len(kept._kept) == 6  # of 2.4 MB each
+    x[0, 150_000] += 1.0  # where numpy's text has dots
+    assert not kept.are_current()
 
 
 class Caching(Own):
