@@ -142,6 +142,16 @@ def test_run_folder_of_a_table_keeps_the_schema_with_a_digest(finished):
     assert results["num_examples"] + results["num_test_examples"] == N
 
 
+def test_report_and_model_card_have_the_name_of_the_table(finished, tmp_path, capsys):
+    page, card = tmp_path / "page.html", tmp_path / "card.md"
+    assert run(["report", str(finished.folder), "--out", str(page), "--model-card", str(card)]) == 0
+    assert "<h1>Private training: people.csv</h1>" in page.read_text()
+    epochs = re.search("epochs</th><td>([^<]*)<", page.read_text())
+    assert epochs is not None
+    assert len(epochs[1]) <= 7  # six digits, no longer 31.291611185086552
+    assert "\n# people.csv\n" in card.read_text()
+
+
 def test_run_folder_holds_nothing_that_was_not_priced(file, finished):
     """Neither a category of one row nor an extreme value, nor a digest by which a guess of the table is verified."""
     digest = hashlib.sha256(file.read_bytes()).hexdigest()

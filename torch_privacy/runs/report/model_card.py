@@ -95,7 +95,7 @@ def _metadata(run: Training) -> str:
 
 
 def _title(run: Training) -> str:
-    return run.results.get("experiment") or run.name
+    return run.subject or run.name
 
 
 def _what_it_is(run: Training) -> str:

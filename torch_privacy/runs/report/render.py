@@ -149,7 +149,7 @@ def _page_of_training(folder: RunFolder) -> str:
         *calibration_plots(results),
     )
     shown = [
-        (name.replace("_", " "), _plain(value))
+        (name.replace("_", " "), f"{value:.6g}" if name == "epochs" and isinstance(value, float) else _plain(value))
         for name, value in settings.items()
         if value is not None and not isinstance(value, dict)
     ]
@@ -173,8 +173,7 @@ def _page_of_training(folder: RunFolder) -> str:
         html.pairs(words.statement_lines(run)),
     )
     kind = f"Training, {NOT_PRIVATE}" if run.warning else "Private training"
-    name = folder.path.absolute().name if run.is_own else results["experiment"]
-    return html.page(f"{kind}: {name}", "\n".join(body))
+    return html.page(f"{kind}: {run.subject or folder.path.absolute().name}", "\n".join(body))
 
 
 def _score_lines(run: Training) -> list[tuple[str, str]]:

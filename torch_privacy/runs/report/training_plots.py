@@ -56,6 +56,7 @@ class Training:
     profile: privacy.Profile
     statement: dict[str, Any]
     scores: list[TestScore]  # on test data, after training
+    subject: str  # file of the table, or experiment; "" in a loop of one's own
 
     @classmethod
     def read(cls, folder: RunFolder, name: str | None = None) -> Training:
@@ -78,7 +79,8 @@ class Training:
             raise ValueError(f"{folder.metrics}: a line has no loss or no test score; the file is damaged.")
         name = (name or folder.path.absolute().name) + (f", {NOT_PRIVATE}" if statement.get("warning") else "")
         profile = privacy.compose(releases)
-        return cls(name, results, measure, rows, summary, profile, statement, scores_of(results))
+        subject = folder.read_settings(digests).get("file") or results.get("experiment", "")
+        return cls(name, results, measure, rows, summary, profile, statement, scores_of(results), subject)
 
     @property
     def warning(self) -> str:
