@@ -214,6 +214,11 @@ def test_predictions_go_to_a_file_or_into_json(runs, tmp_path, capsys):
     assert [row["prediction"] for row in shown["predictions"]] == [row["prediction"] for row in rows]
     assert run(["predict", str(runs["income"]), str(new), "--output", str(new)]) == 2
     assert "is the table itself" in capsys.readouterr().err
+    model = runs["income"] / "model.safetensors"
+    before = model.read_bytes()
+    assert run(["predict", str(runs["income"]), str(new), "--output", str(model)]) == 2
+    assert "model.safetensors is a file of the run itself" in capsys.readouterr().err
+    assert model.read_bytes() == before
 
 
 def test_predict_refuses_what_does_not_fit_in_one_sentence(runs, tmp_path, capsys):

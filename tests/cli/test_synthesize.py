@@ -69,6 +69,10 @@ def test_rows_and_page_are_made_and_more_rows_are_drawn(folder, capsys):
     for name in ("a.csv", "b.csv"):
         assert run(["synthesize", "r", "--rows", "7", "--seed", "3", "--out", name]) == 0
     assert (folder / "a.csv").read_bytes() == (folder / "b.csv").read_bytes()
+    capsys.readouterr()
+    assert run(["synthesize", "r", "--rows", "7", "--out", "r/results.json"]) == 2
+    assert "r/results.json is a file of the run itself" in capsys.readouterr().err
+    assert not verify("r").is_false
 
 
 @pytest.mark.parametrize(
@@ -86,6 +90,7 @@ def test_rows_and_page_are_made_and_more_rows_are_drawn(folder, capsys):
         ("people.csv --epsilon 1 --rows 5 --seed -1", "--seed -1 must be an integer of at least 0"),
         ("people.csv --epsilon 1 --rows 5 --out none/x.csv", "--out none/x.csv lies in a folder that does not exist"),
         ("people.csv --epsilon 1 --rows 5 --out .", "--out . is a folder"),
+        ("people.csv --epsilon 1 --rows 5 --run new --out new/ledger.jsonl", "is a file of the run itself"),
         ("people.csv --epsilon 1 --audit 0", "--audit 0 must be an integer of at least 1"),
         ("people.csv --epsilon 1 --audit 5 --no-page", "leave --no-page out"),
         ("runs/none --rows 5", "runs/none: no such file or folder"),

@@ -44,6 +44,7 @@ def generate(
     from torch_privacy.runs.folder import RunFolder
 
     folder = RunFolder(run)
+    folder.check_not_own("generate", out)
     name = folder.read_finished().get("experiment")
     draw = load_trainable(name).generate if name in TRAININGS else None
     if draw is None:

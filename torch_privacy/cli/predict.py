@@ -48,7 +48,9 @@ def predict(
     """
     from torch_privacy.experiments.predictions import Predictor
     from torch_privacy.experiments.table_file import needing_extra
+    from torch_privacy.runs.reading import FolderReader
 
+    FolderReader(run).check_not_own("predict", output)
     if output is not None and output.exists() and file.exists() and output.samefile(file):
         raise ValueError(f"predict: --output {output} is the table itself. Name another file.")
     with needing_extra():

@@ -66,6 +66,8 @@ def synthesize(
     from torch_privacy.runs.folder import RunFolder
 
     _check_drawing(rows, out, seed, audit, page, run)  # before a generator is paid for
+    for folder in filter(None, (run, resume, source)):
+        RunFolder(folder).check_not_own("synthesize", out)
     if out is not None and rows is None:
         raise ValueError("synthesize: --out is the file for rows; say how many with --rows.")
     if resume is not None:

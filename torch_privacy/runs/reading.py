@@ -67,6 +67,12 @@ class FolderReader:
         """True if training has ended and every result has been written."""
         return self.results.exists() and not self.checkpoint.exists() and not self.former_checkpoint.exists()
 
+    def check_not_own(self, where: str, file: Path | None) -> None:
+        """Refuses to write over a file that the run consists of."""
+        own = [name.__get__(self) for name in vars(FolderReader).values() if isinstance(name, FileName)]
+        if file is not None and file.resolve() in [path.resolve() for path in own]:
+            raise ValueError(f"{where}: {file} is a file of the run itself. Name another file.")
+
     def with_paths(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Returns settings that were read with the paths of the user's files, where they are known here."""
         if not self.paths.exists():
