@@ -360,7 +360,7 @@ class Numbers(Dataset):
 
 
 def test_items_are_fetched_after_others_without_a_list_of_all_items():
-    """Listing all took 9 seconds in each rehearsal of a data set with a million items."""
+    """Sorting a list of all took most of the time of a rehearsal where there are a million."""
     run = ExchangedItems(DatasetShadow.of(Numbers()), np.random.default_rng(0), None, len(Numbers()))
     items = np.array([3, 10**14])
     assert run.after_others(items) == run.items(items)
