@@ -202,7 +202,11 @@ def test_a_task_that_is_stated_is_kept():
         (["1"] * N, None, "has one frequent value alone, '1'"),
         (["1"] * N, "regression", "has one frequent value alone, '1'"),
         ([f"v{i}" for i in range(N)], None, "has no value in about"),
-        ([""] * N, None, f"'y' has no value in about .*; about {N:,} of its cells are missing"),
+        (
+            [""] * N,
+            None,
+            r"'y' has no value in about .*; about [34],\d{3} of its cells are missing",
+        ),  # counted with noise
         ([""] * N, "regression", "has too few rows to learn its bounds"),
     ],
 )
