@@ -153,7 +153,7 @@ def _cuts(places: np.ndarray, number: int, part: int, at_once: int | None) -> np
     """
     count = int(places[-1]) + 1
     least, over = divmod(count, number)
-    first, last = (rank * least + min(rank, over) for rank in (part, part + 1))
+    first, last = part * least + min(part, over), (part + 1) * least + min(part + 1, over)
     most = least + (over > 0)
     at_once = at_once or most
     ends = np.minimum(first + at_once * np.arange(ceil(most / at_once) + 1), last)

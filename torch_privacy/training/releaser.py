@@ -84,8 +84,9 @@ class Releaser:
         used: dict[str, Tensor] = {}
         for name, p in parameters.items():
             p.grad = used[name] = gradients.pop(name) if size == 1 else gradients.pop(name) / size
-            if name in state.reached.padding:  # the gradient of padding is noise alone
-                setup.placement.clear_row(p.grad, state.reached.padding[name])
+        for name, row in state.reached.padding.items():  # the gradient of padding is noise alone
+            if name in used:
+                setup.placement.clear_row(used[name], row)
         self._listener.before_update(setup.optimizer.param_groups, used)
         del release, gradients, used
         place = f"updates the weights after step {state.step - 1}"

@@ -128,8 +128,11 @@ class Layouts:
 
     def footprint(self, path: int, n: int) -> Footprint | None:
         """Returns the bytes that n examples need on a path; None if no earlier batch took it."""
-        known = (self._on_path[path, key].footprint for key in relevant_keys(n))
-        return next((of_one.times(n) for of_one in known if of_one is not None), None)
+        for key in relevant_keys(n):
+            of_one = self._on_path[path, key].footprint
+            if of_one is not None:
+                return of_one.times(n)
+        return None
 
     def settled(self, n: int) -> bool:
         """True if enough batches were measured to trust the model with n examples."""
