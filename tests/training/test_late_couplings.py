@@ -200,20 +200,39 @@ class Marked(nn.Linear):
     def __init__(self, kind):
         super().__init__(3, 2)
         self.kind, self.factor, self.table, self.strong = kind, 1.0, {"factor": 1.0}, False
+        self.scale, self.weights = torch.ones(()), torch.ones(())
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x):
         if (x > 50).any():
             if self.kind == "a buffer in the model's file":
                 self.seen.fill_(1.0)
+            if self.kind == "a new attribute":
+                self.late = 2.0
+            if self.kind == "a tensor":
+                self.scale = torch.full((), 2.0)
+            if self.kind == "a tensor's entries":
+                self.weights.fill_(2.0)
             self.factor, self.table["factor"], self.strong = 2.0, 2.0, True
         h = super().forward(x.clamp(max=1))
         if self.kind == "a branch":
             return h.tanh() if self.strong else h
-        return h * {"a number": self.factor, "a dictionary": self.table["factor"]}.get(self.kind, 1.0)
+        factors = {
+            "a number": self.factor,
+            "a dictionary": self.table["factor"],
+            "a new attribute": getattr(self, "late", 1.0),
+            "a tensor": self.scale,
+            "a tensor's entries": self.weights,
+        }
+        return h * factors.get(self.kind, 1.0)
 
 
-@pytest.mark.parametrize("kind", ["a number", "a dictionary", "a branch", "a buffer in the model's file"])
+ONCE = ["a number", "a dictionary", "a branch", "a buffer in the model's file"]
+ONCE += ["a new attribute", "a tensor", "a tensor's entries"]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", ONCE)
 def test_what_one_example_sets_once_in_a_step_that_is_not_rehearsed_is_refused(kind):
     """It was set when the batch ran first, so that nothing changed it in the rehearsals that followed."""
     x, model = torch.randn(200, 3), Marked(kind)

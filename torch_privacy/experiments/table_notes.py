@@ -96,8 +96,10 @@ def identifiers(settings: TableSettings, schema: tables.Schema) -> str | None:
 
 def other_mark(settings: TableSettings, schema: tables.Schema, frame: DataFrame) -> str | None:
     """Returns a sentence if the schema file names the decimal mark that fewer columns have; it is only to be shown."""
+    if settings.schema is None:
+        return None
     found = tables.shape_of(frame, schema.missing, schema.decimal).decimal
-    if settings.schema is None or found == schema.decimal:
+    if found == schema.decimal:
         return None
     return (
         f"{Path(settings.file).name}: more columns are numbers with the decimal mark '{found}' than with "

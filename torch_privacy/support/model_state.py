@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, compress, repeat
+from itertools import chain, compress
 from operator import attrgetter, eq
 from typing import Any
 
@@ -180,72 +180,63 @@ class ModelState:
 
 
 class QuietState:
-    """Keeps small buffers and plain attributes of a model that its forwards have not changed so far, to put them back.
+    """Keeps what a model holds besides its parameters, while its forwards do not change it, to put it back.
 
-    A `ModelState` before every batch would take milliseconds. Here a buffer is copied once, and again when it was
-    written into. Attributes are numbers, texts, None, and small lists, dictionaries and sets of modules that are not
-    torch's own; the entries of these are put back as they are.
+    A `ModelState` before every batch would take milliseconds. Here a small tensor is copied once, and again when it was
+    written into. Of modules that are not torch's own all attributes are put back, those that are new are deleted, and
+    small tensors, lists, dictionaries and sets get their entries back.
     """
 
     def __init__(self, model: nn.Module):
         modules = [module for module in model.modules() if takes_hooks(module) and scripted(module) is module]
-        places = [
-            (vars(module), key)
-            for module in modules
-            if not type(module).__module__.startswith("torch.")
-            for key, value in vars(module).items()
-            if key not in _OF_TORCH and (type(value) in _PLAIN or type(value) in _CONTAINERS)
-        ]
-        buffers = [
-            (module._buffers, key)
-            for module in modules
-            for key, t in module._buffers.items()
-            if t is not None and t.numel() <= _SMALL and has_entries(t) and not t.is_inference()
-        ]
-        self._attributes, self._buffers = _Places(places), _Places(buffers)
+        own = [vars(module) for module in modules if not type(module).__module__.startswith("torch.")]
+        self._holders = [*own, *(module._buffers for module in modules if module._buffers)]
+        self._known: list[set[str]] = []  # keys of each holder
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._values: list[Any] = []
         self._contents: list[tuple[Any, Any]] = []
-        self._copies: list[tuple[Tensor | None, int, Any]] = [(None, 0, None)] * len(buffers)
+        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}  # by place
 
     def keep(self) -> None:
         """Keeps what there is now."""
-        self._contents = [(v, v.copy()) for v in self._attributes.read() if type(v) in _CONTAINERS and len(v) <= _SMALL]
-        for i, (t, (known, version, _)) in enumerate(zip(self._buffers.read(), self._copies, strict=True)):
-            if not isinstance(t, Tensor):
-                self._copies[i] = None, 0, None
-            elif t is not known or t._version != version:
-                self._copies[i] = t, t._version, t.detach().clone()
+        if [*map(len, self._holders)] != [*map(len, self._known)]:
+            self._known = [{*holder} for holder in self._holders]
+            self._places = [(holder, key) for holder in self._holders for key in holder if key not in _OF_TORCH]
+            self._copies = {}
+        self._values, self._contents = [holder.get(key, MISSING) for holder, key in self._places], []
+        for place, value in enumerate(self._values):
+            if type(value) in _CONTAINERS and len(value) <= _SMALL:
+                self._contents.append((value, value.copy()))
+            elif isinstance(value, Tensor):
+                self._keep_tensor(place, value)
+            elif place in self._copies:  # of a tensor that is gone
+                del self._copies[place]
+
+    def _keep_tensor(self, place: int, t: Tensor) -> None:
+        known, version, _ = self._copies.get(place, (None, 0, None))
+        if t.is_inference() or t.numel() > _SMALL or not has_entries(t):
+            self._copies.pop(place, None)
+        elif t is not known or t._version != version:
+            self._copies[place] = t, t._version, t.detach().clone()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Puts back what was kept."""
-        self._attributes.restore()
+        for holder, known in zip(self._holders, self._known, strict=True):
+            for key in [key for key in holder if key not in known]:
+                del holder[key]
+        for (holder, key), value in zip(self._places, self._values, strict=True):
+            if value is not MISSING:
+                holder[key] = value
         for value, content in self._contents:
             if isinstance(value, list):
                 value[:] = content
             else:
                 value.clear()
                 value.update(content)
-        self._buffers.restore()
-        for t, version, content in self._copies:
-            if t is not None and t._version != version:
+        for t, version, content in self._copies.values():
+            if t._version != version:
                 t.copy_(content)
-
-
-class _Places:
-    """Reads entries of dictionaries, and puts back what was read last."""
-
-    def __init__(self, places: Sequence[tuple[dict[str, Any], str]]):
-        self._holders, self._keys = [holder for holder, _ in places], [key for _, key in places]
-        self._values: list[Any] = []
-
-    def read(self) -> list[Any]:
-        self._values = [*map(dict.get, self._holders, self._keys, repeat(MISSING))]
-        return self._values
-
-    def restore(self) -> None:
-        for holder, key, value in zip(self._holders, self._keys, self._values, strict=True):
-            if value is not MISSING:
-                holder[key] = value
 
 
 class Snapshot:
@@ -329,8 +320,8 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_backward_hooks",
 )
-_PLAIN, _CONTAINERS, _OF_TORCH = {bool, int, float, str, type(None)}, {list, dict, set}, frozenset(vars(nn.Module()))
-_SMALL = 2**12  # entries of a buffer or a container that is copied
+_CONTAINERS, _OF_TORCH = {list, dict, set}, frozenset(vars(nn.Module()))
+_SMALL = 2**12  # entries of a tensor or a container that is copied
 _CHUNK = 2**18  # entries that one random projection covers
 _MAX_COPIED = 2**20  # entries that are copied, of all parameters together
 
