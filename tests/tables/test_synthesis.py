@@ -535,5 +535,5 @@ def test_page_draws_the_area_under_the_curve_where_there_is_one():
     scores = {"synthetic rows": 0.985, "nothing: always the same guess": 0.985}
     areas = {"synthetic rows": 0.776, "nothing: always the same guess": 0.5}
     for found, shown in ((areas, {"AUC", "0.776", "0.500"}), ({}, {"accuracy (%)", "98.5"})):
-        plot = _scores_plot(Judgement({"a": 0.0}, {("a", "b"): 0.0}, 0.0, {}, scores, "accuracy", found, 600))
+        plot = _scores_plot(Judgement({"a": 0.0}, {("a", "b"): 0.0}, 0.0, {}, scores, "accuracy", found, 600, {}))
         assert shown <= set(re.findall(r">([^<>]+)</text>", plot))

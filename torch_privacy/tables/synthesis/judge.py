@@ -7,7 +7,7 @@ import itertools
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,7 +66,7 @@ class Judgement:
     measure: str
     areas: Mapping[str, float]
     num_test: int
-    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    errors: Mapping[str, Mapping[str, float]]
 
 
 def judge(
